@@ -1,0 +1,171 @@
+//! The one error type: each variant keeps what failed, with its numbers, and its text ends with what helps.
+
+use std::{fmt, io};
+
+/// Result of a pinpool call.
+pub type Result<T> = std::result::Result<T, Error>;
+
+/// Why a call failed. Sizes are in bytes.
+#[non_exhaustive]
+#[derive(Debug)]
+pub enum Error {
+    /// The operating system refused a call.
+    Os {
+        /// The system call, with the option that matters.
+        call: &'static str,
+        /// Bytes it was asked for.
+        bytes: usize,
+        /// The system's own answer.
+        source: io::Error,
+    },
+    /// The kernel's limit on locked memory is too small for this request.
+    MemlockLimit {
+        /// Bytes asked for.
+        wanted: usize,
+        /// Bytes that this process has locked already.
+        locked: usize,
+        /// `RLIMIT_MEMLOCK`, soft.
+        soft: usize,
+        /// `RLIMIT_MEMLOCK`, hard.
+        hard: usize,
+    },
+    /// The pool's budget is used up.
+    OutOfPinnedMemory {
+        /// Bytes asked for.
+        wanted: usize,
+        /// The budget.
+        limit: usize,
+        /// Handed out.
+        allocated: usize,
+        /// Idle in the pool.
+        cached: usize,
+        /// Waiting for device work.
+        pending: usize,
+        /// Where the budget comes from.
+        budget: &'static str,
+    },
+    /// The range shares bytes with one that is pinned already.
+    Overlap {
+        /// First byte and length asked for.
+        wanted: (usize, usize),
+        /// First byte and length of the range that is there.
+        existing: (usize, usize),
+    },
+    /// A page kind, a node or another feature that this machine does not have.
+    Unsupported {
+        /// What was asked for.
+        what: String,
+        /// Why it cannot be had, and what would help.
+        why: String,
+    },
+    /// An argument makes no sense.
+    Invalid {
+        /// The argument's name.
+        parameter: &'static str,
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// The pool was closed.
+    Closed,
+    /// The pool belongs to the process that this one was forked from.
+    Forked,
+    /// The caller's progress or wait callback asked to stop.
+    Interrupted,
+}
+
+impl Error {
+    /// An `Invalid` with its reason.
+    pub fn invalid(parameter: &'static str, reason: impl Into<String>) -> Self {
+        Self::Invalid { parameter, reason: reason.into() }
+    }
+
+    /// An `Unsupported` with its reason.
+    pub fn unsupported(what: impl Into<String>, why: impl Into<String>) -> Self {
+        Self::Unsupported { what: what.into(), why: why.into() }
+    }
+}
+
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Os { call, bytes, source } => write!(f, "{call} of {bytes} bytes failed: {source}"),
+            Self::MemlockLimit { wanted, locked, soft, hard } => write!(
+                f,
+                "cannot lock {wanted} more bytes: this process has {locked} bytes locked and RLIMIT_MEMLOCK allows {} \
+                 (hard limit {}); raise it with `ulimit -l unlimited` in the shell that starts the program (as root, or \
+                 `memlock` in /etc/security/limits.conf, when the hard limit is too small), with \
+                 `docker run --ulimit memlock=-1:-1`, or give the process CAP_IPC_LOCK",
+                Limit(*soft),
+                Limit(*hard)
+            ),
+            Self::OutOfPinnedMemory { wanted, limit, allocated, cached, pending, budget } => write!(
+                f,
+                "out of pinned memory: wanted {wanted} bytes, limit {limit} ({budget}), allocated {allocated}, \
+                 cached {cached}, pending {pending}; release arrays, raise max_bytes, or wait with timeout="
+            ),
+            Self::Overlap { wanted, existing } => write!(
+                f,
+                "range {:#x}+{} overlaps the pinned range {:#x}+{}; close that registration first, or register the \
+                 whole buffer once",
+                wanted.0, wanted.1, existing.0, existing.1
+            ),
+            Self::Unsupported { what, why } => write!(f, "{what} cannot be had: {why}"),
+            Self::Invalid { parameter, reason } => write!(f, "invalid {parameter}: {reason}"),
+            Self::Closed => write!(f, "the pool is closed; make a new PinnedPool"),
+            Self::Forked => write!(
+                f,
+                "this pool belongs to the parent process, and a forked child owns none of its memory; make a new \
+                 PinnedPool in the child, or start workers with the spawn method"
+            ),
+            Self::Interrupted => write!(f, "interrupted; everything was undone"),
+        }
+    }
+}
+
+impl std::error::Error for Error {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        match self {
+            Self::Os { source, .. } => Some(source),
+            _ => None,
+        }
+    }
+}
+
+/// A resource limit, where the largest number means that there is none.
+struct Limit(usize);
+
+impl fmt::Display for Limit {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0 {
+            usize::MAX => write!(f, "unlimited"),
+            bytes => write!(f, "{bytes} bytes"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memlock_text_names_the_numbers_and_the_remedies() {
+        let text = Error::MemlockLimit { wanted: 1, locked: 2, soft: 3, hard: usize::MAX }.to_string();
+        for part in ["1 more", "2 bytes locked", "allows 3 bytes", "limit unlimited", "ulimit -l", "docker"] {
+            assert!(text.contains(part), "{part} is missing in: {text}");
+        }
+    }
+
+    #[test]
+    fn budget_text_names_all_five_numbers() {
+        let error = Error::OutOfPinnedMemory {
+            wanted: 11,
+            limit: 22,
+            allocated: 33,
+            cached: 44,
+            pending: 55,
+            budget: "max_bytes",
+        };
+        let text = error.to_string();
+        assert!(["11", "22", "33", "44", "55"].iter().all(|number| text.contains(number)), "{text}");
+    }
+}

@@ -1,0 +1,37 @@
+//! Page-locked host memory for offload loops: exact sizes, instant reuse, safe to share.
+//!
+//! Start at [`Pool`]. The map of the house, top to bottom:
+//!
+//! | module | owns |
+//! |---|---|
+//! | [`dlpack`] | the C structs of DLPack, and managed tensors that own a block |
+//! | [`pool`], [`Block`] | reuse, budget, waiting, statistics |
+//! | `arena` | free space in shared regions; pure |
+//! | [`pinned`] | memory and registry together: teardown order, leak rule |
+//! | [`registry`] | the ranges that are pinned; pure |
+//! | [`region`] | one mapping: placed, prefaulted, locked |
+//! | `limits` | how much may be locked |
+//! | `os` | libc |
+//! | [`Error`] | why something failed |
+
+#[cfg(not(all(target_os = "linux", target_pointer_width = "64")))]
+compile_error!("pinpool is for 64-bit Linux");
+
+mod arena;
+mod block;
+pub mod dlpack;
+mod error;
+mod limits;
+mod os;
+pub mod pinned;
+pub mod pool;
+#[cfg(feature = "python")]
+mod python;
+pub mod region;
+pub mod registry;
+
+pub use block::Block;
+pub use error::{Error, Result};
+pub use os::memory_calls;
+pub use pool::{Pool, PoolOptions, Stats};
+pub use region::{Pages, RegionOptions};

@@ -1,0 +1,177 @@
+//! Every libc call of the crate, each with its pre- and postcondition, as an [`io::Result`].
+//!
+//! Ranges are whole pages of the caller's own mapping unless a function says otherwise. Nothing here keeps state but
+//! the count of memory calls and the fork generation.
+#![allow(unsafe_code)] // the one file that talks to libc
+
+use std::io;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+static MEMORY_CALLS: AtomicU64 = AtomicU64::new(0);
+static FORK_GENERATION: AtomicU64 = AtomicU64::new(0);
+
+/// Memory system calls (mmap, mbind, madvise, mlock, munlock, munmap) made so far in this process.
+pub fn memory_calls() -> u64 {
+    MEMORY_CALLS.load(Ordering::Relaxed)
+}
+
+fn counted(result: libc::c_int) -> io::Result<()> {
+    MEMORY_CALLS.fetch_add(1, Ordering::Relaxed);
+    if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+/// Size of a base page. Never assume 4096: aarch64 kernels also come with 16 and 64 KiB pages.
+pub(crate) fn page_size() -> usize {
+    static SIZE: OnceLock<usize> = OnceLock::new();
+    // SAFETY: sysconf takes no pointer.
+    *SIZE.get_or_init(|| unsafe { libc::sysconf(libc::_SC_PAGESIZE) } as usize)
+}
+
+/// Which huge pages of the kernel's own pool a mapping asks for: the base-two logarithm of their size.
+pub(crate) type HugetlbShift = u32;
+
+/// What [`map`] maps.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Mapping {
+    /// From the kernel's pool of huge pages: the length must be a multiple of that page, and the kernel answers
+    /// ENOMEM when its pool is short.
+    pub(crate) hugetlb: Option<HugetlbShift>,
+    /// Let the kernel refuse what it could never back with memory. Off for address space that nobody will touch.
+    pub(crate) charge: bool,
+}
+
+/// Maps `len` bytes of private, zeroed, anonymous memory that nothing has touched yet.
+pub(crate) fn map(len: usize, mapping: Mapping) -> io::Result<usize> {
+    let huge = |shift: HugetlbShift| libc::MAP_HUGETLB | ((shift as libc::c_int) << libc::MAP_HUGE_SHIFT);
+    let charge = if mapping.charge { 0 } else { libc::MAP_NORESERVE };
+    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | charge | mapping.hugetlb.map_or(0, huge);
+    let protection = libc::PROT_READ | libc::PROT_WRITE;
+    MEMORY_CALLS.fetch_add(1, Ordering::Relaxed);
+    // SAFETY: a new private mapping at an address of the kernel's choice touches no memory of ours.
+    let address = unsafe { libc::mmap(std::ptr::null_mut(), len, protection, flags, -1, 0) };
+    if address == libc::MAP_FAILED { Err(io::Error::last_os_error()) } else { Ok(address as usize) }
+}
+
+/// Unmaps whole pages of a mapping of ours.
+///
+/// # Safety
+/// The pages come from [`map`], and nobody reads or writes them any more.
+pub(crate) unsafe fn unmap(address: usize, len: usize) -> io::Result<()> {
+    // SAFETY: the caller's promise.
+    counted(unsafe { libc::munmap(address as *mut libc::c_void, len) })
+}
+
+/// What `madvise` can be asked for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Advice {
+    /// Back the range with transparent huge pages.
+    HugePages,
+    /// Keep to base pages.
+    BasePages,
+    /// Touch every page now, writable (Linux 5.14).
+    Populate,
+}
+
+/// Advises the kernel about whole pages of a mapping of ours.
+pub(crate) fn advise(address: usize, len: usize, advice: Advice) -> io::Result<()> {
+    let advice = match advice {
+        Advice::HugePages => libc::MADV_HUGEPAGE,
+        Advice::BasePages => libc::MADV_NOHUGEPAGE,
+        Advice::Populate => libc::MADV_POPULATE_WRITE,
+    };
+    // SAFETY: none of the three changes what the memory holds.
+    counted(unsafe { libc::madvise(address as *mut libc::c_void, len, advice) })
+}
+
+/// Writes a zero to each page of a fresh mapping, for kernels without [`Advice::Populate`].
+///
+/// # Safety
+/// The range is a mapping of ours that nobody else uses yet.
+pub(crate) unsafe fn touch(address: usize, len: usize) {
+    for page in (address..address + len).step_by(page_size()) {
+        // SAFETY: inside the caller's own mapping.
+        unsafe { (page as *mut u8).write_volatile(0) };
+    }
+}
+
+/// Keeps the pages in RAM. Page locks do not nest, and a refusal may leave some of the pages locked.
+pub(crate) fn lock(address: usize, len: usize) -> io::Result<()> {
+    // SAFETY: locking changes neither contents nor protection, and an unmapped range is an ENOMEM.
+    counted(unsafe { libc::mlock(address as *const libc::c_void, len) })
+}
+
+/// Lets the kernel move the pages out again.
+pub(crate) fn unlock(address: usize, len: usize) -> io::Result<()> {
+    // SAFETY: as for `lock`.
+    counted(unsafe { libc::munlock(address as *const libc::c_void, len) })
+}
+
+/// Binds untouched pages to one NUMA node, strictly.
+pub(crate) fn bind_to_node(address: usize, len: usize, node: u32) -> io::Result<()> {
+    const MPOL_BIND: libc::c_ulong = 2;
+    const BITS: u32 = libc::c_ulong::BITS;
+    let mut mask = vec![0 as libc::c_ulong; (node / BITS) as usize + 1];
+    mask[(node / BITS) as usize] |= 1 << (node % BITS);
+    // The kernel reads one bit less than it is told.
+    let bits = mask.len() as libc::c_ulong * libc::c_ulong::from(BITS) + 1;
+    // SAFETY: the mask outlives the call and is as long as `bits` says.
+    let result = unsafe { libc::syscall(libc::SYS_mbind, address, len, MPOL_BIND, mask.as_ptr(), bits, 0) };
+    counted(result as libc::c_int)
+}
+
+/// `RLIMIT_MEMLOCK` in bytes, soft and hard; `usize::MAX` means that there is none.
+pub(crate) fn memlock_limit() -> (usize, usize) {
+    let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+    // SAFETY: the kernel fills the struct that we own.
+    unsafe { libc::getrlimit(libc::RLIMIT_MEMLOCK, &raw mut limit) };
+    let bytes = |value: libc::rlim_t| if value == libc::RLIM_INFINITY { usize::MAX } else { value as usize };
+    (bytes(limit.rlim_cur), bytes(limit.rlim_max))
+}
+
+/// How many forks lie between the first process that asked and this one. Costs one load.
+///
+/// Memory made under another generation belongs to the parent. (A raw `clone` system call goes unseen, as it does by
+/// libc itself.)
+pub(crate) fn fork_generation() -> u64 {
+    static WATCH: OnceLock<()> = OnceLock::new();
+    WATCH.get_or_init(|| {
+        // SAFETY: the handler touches one atomic, which is safe in a child of any process.
+        unsafe { libc::pthread_atfork(None, None, Some(count_fork)) };
+    });
+    FORK_GENERATION.load(Ordering::Relaxed)
+}
+
+extern "C" fn count_fork() {
+    FORK_GENERATION.fetch_add(1, Ordering::Relaxed);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const ANY: Mapping = Mapping { hugetlb: None, charge: true };
+
+    #[test]
+    fn a_mapping_starts_zeroed_and_every_call_is_counted() {
+        let before = memory_calls();
+        let len = 4 * page_size();
+        let address = map(len, ANY).expect("map");
+        // SAFETY: the mapping is ours and untouched.
+        unsafe { touch(address, len) };
+        // SAFETY: the mapping is ours and lives until the unmap below.
+        assert_eq!(unsafe { *(address as *const u8) }, 0);
+        // SAFETY: nobody uses the mapping any more.
+        unsafe { unmap(address, len) }.expect("unmap");
+        assert!(memory_calls() >= before + 2);
+    }
+
+    #[test]
+    fn a_node_that_is_not_there_is_refused() {
+        let len = page_size();
+        let address = map(len, ANY).expect("map");
+        assert!(bind_to_node(address, len, 1000).is_err());
+        // SAFETY: nobody uses the mapping any more.
+        unsafe { unmap(address, len) }.expect("unmap");
+    }
+}

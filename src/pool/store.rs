@@ -1,0 +1,150 @@
+//! What a pool owns behind its cache: the regions, the free space in the shared ones, and the budget's count. Makes
+//! no system call; the pool keeps it behind one lock.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use super::Record;
+use crate::arena::Arena;
+use crate::pinned::Pinned;
+use crate::region::Pages;
+
+#[derive(Debug, Default)]
+pub(super) struct Store {
+    arena: Arena,
+    regions: BTreeMap<usize, Arc<Pinned>>,
+    /// Every block that is cut, live or cached, by its address.
+    blocks: BTreeMap<usize, Arc<Record>>,
+    /// Blocks that came back with their pages unlocked.
+    pub(super) unpinned: Vec<Arc<Record>>,
+    reserved: usize,
+    peak_reserved: usize,
+    leaked: usize,
+    pages: Option<Pages>,
+    /// Counts what waiting callers wait for.
+    pub(super) returns: u64,
+}
+
+impl Store {
+    /// Charges a region to be made, unless that would pass the limit.
+    pub(super) fn charge(&mut self, len: usize, limit: usize) -> bool {
+        let total = self.reserved.saturating_add(len);
+        if total > limit {
+            return false;
+        }
+        self.reserved = total;
+        self.peak_reserved = self.peak_reserved.max(total);
+        true
+    }
+
+    /// Takes back the charge of a region that was not made, or is no more.
+    pub(super) fn refund(&mut self, len: usize) {
+        self.reserved -= len;
+    }
+
+    /// A region that the system did not take back stays charged.
+    pub(super) fn count_leaked(&mut self, len: usize) {
+        self.leaked += len;
+    }
+
+    /// Enters a region whose space is to be cut.
+    pub(super) fn add_shared(&mut self, pinned: Pinned) {
+        let (address, len) = (pinned.region().address(), pinned.region().len());
+        self.add(pinned);
+        self.arena.add_span(address, len);
+    }
+
+    /// Enters a region that is one block.
+    pub(super) fn add_own(&mut self, pinned: Pinned) -> Arc<Record> {
+        let (address, len) = (pinned.region().address(), pinned.region().len());
+        self.add(pinned);
+        self.record(address, len, true)
+    }
+
+    fn add(&mut self, pinned: Pinned) {
+        self.pages = Some(pinned.region().pages());
+        self.regions.insert(pinned.region().address(), Arc::new(pinned));
+    }
+
+    /// Cuts a block from the smallest hole that holds it.
+    pub(super) fn cut(&mut self, len: usize) -> Option<Arc<Record>> {
+        let address = self.arena.take(len)?;
+        Some(self.record(address, len, false))
+    }
+
+    fn record(&mut self, address: usize, len: usize, own_region: bool) -> Arc<Record> {
+        let record = Arc::new(Record::new(address, len, own_region));
+        self.blocks.insert(address, Arc::clone(&record));
+        record
+    }
+
+    /// Takes a block back: its space returns to the arena, or its own region comes out to be released.
+    pub(super) fn give_back(&mut self, record: &Record) -> Option<Arc<Pinned>> {
+        self.blocks.remove(&record.address);
+        if record.own_region {
+            return self.regions.remove(&record.address);
+        }
+        self.arena.give(record.address, record.len);
+        None
+    }
+
+    /// Takes out the shared regions that no block is cut from.
+    pub(super) fn take_idle(&mut self) -> Vec<Arc<Pinned>> {
+        let idle = self.arena.remove_idle_spans();
+        idle.into_iter().filter_map(|address| self.regions.remove(&address)).collect()
+    }
+
+    /// The live block that holds this address, and its region.
+    pub(super) fn find_live(&self, address: usize) -> Option<(Arc<Record>, Arc<Pinned>)> {
+        let (_, record) = self.blocks.range(..=address).next_back()?;
+        let holds = address < record.address + record.len && record.live.load(Ordering::Relaxed);
+        holds.then(|| self.region_of(record)).flatten().map(|region| (Arc::clone(record), region))
+    }
+
+    /// The region that a block was cut from.
+    pub(super) fn region_of(&self, record: &Record) -> Option<Arc<Pinned>> {
+        self.regions.range(..=record.address).next_back().map(|(_, region)| Arc::clone(region))
+    }
+
+    pub(super) fn reserved(&self) -> usize {
+        self.reserved
+    }
+
+    pub(super) fn peak_reserved(&self) -> usize {
+        self.peak_reserved
+    }
+
+    pub(super) fn leaked(&self) -> usize {
+        self.leaked
+    }
+
+    pub(super) fn regions(&self) -> usize {
+        self.regions.len()
+    }
+
+    pub(super) fn pages(&self) -> Option<Pages> {
+        self.pages
+    }
+
+    /// Bytes of the shared regions.
+    pub(super) fn shared_bytes(&self) -> usize {
+        self.arena.span_bytes()
+    }
+
+    /// Bytes of all regions that are locked, blocks that were unlocked since included.
+    pub(super) fn locked_bytes(&self) -> usize {
+        self.regions.values().filter(|pinned| pinned.is_locked()).map(|pinned| pinned.region().len()).sum()
+    }
+
+    /// Bytes of blocks, live or back, whose pages were unlocked.
+    pub(super) fn unpinned_bytes(&self) -> usize {
+        let unpinned = |record: &&Arc<Record>| record.unpinned.load(Ordering::Relaxed);
+        self.blocks.values().filter(unpinned).map(|record| record.len).sum()
+    }
+
+    /// Bytes of blocks that came back unlocked.
+    pub(super) fn pending_bytes(&self) -> usize {
+        self.unpinned.iter().map(|record| record.len).sum()
+    }
+}
