@@ -80,7 +80,7 @@ test-python: develop  ## Python: the built module, torch and numpy included
 	$(BIN)/python -m pytest
 
 # nightly: the flag is unstable. Documentation tests are left out: they would be built a second time, one by one.
-# Memory comes from the kernel in pages, so an allocation that the heap cannot serve has to look like malloc's NULL.
+# A test that asks the heap for an absurd size gets NULL, as from malloc, instead of an abort.
 sanitize: rust  ## Rust tests under AddressSanitizer, leaks included (needs the nightly toolchain)
 	@cargo +$(NIGHTLY) --version >/dev/null 2>&1 || \
 		{ echo "sanitize needs a nightly Rust toolchain: rustup toolchain install nightly" >&2; exit 1; }
@@ -135,7 +135,7 @@ wheel-test: wheel  ## the wheel in empty environments, one for each Python at ha
 
 check: lint docs test bench-check sanitize wheel-test  ## what CI runs: all of the above but the measuring
 
-clean:  ## removes what was built and the environment
-	rm -rf target dist $(VENV) .mypy_cache .ruff_cache .pytest_cache
+clean:  ## removes what was built, .venv included
+	rm -rf target dist .venv .mypy_cache .ruff_cache .pytest_cache
 	rm -f python/pinpool/*.so
 	find python tests benches -name __pycache__ -type d -prune -exec rm -rf {} +

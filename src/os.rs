@@ -96,15 +96,17 @@ pub(crate) unsafe fn touch(address: usize, len: usize) {
 }
 
 /// Keeps the pages in RAM. Page locks do not nest, and a refusal may leave some of the pages locked.
+///
+/// A raw system call, like its counterpart: sanitizers replace libc's functions of these names by ones that do nothing.
 pub(crate) fn lock(address: usize, len: usize) -> io::Result<()> {
     // SAFETY: locking changes neither contents nor protection, and an unmapped range is an ENOMEM.
-    counted(unsafe { libc::mlock(address as *const libc::c_void, len) })
+    counted(unsafe { libc::syscall(libc::SYS_mlock, address, len) } as libc::c_int)
 }
 
 /// Lets the kernel move the pages out again.
 pub(crate) fn unlock(address: usize, len: usize) -> io::Result<()> {
     // SAFETY: as for `lock`.
-    counted(unsafe { libc::munlock(address as *const libc::c_void, len) })
+    counted(unsafe { libc::syscall(libc::SYS_munlock, address, len) } as libc::c_int)
 }
 
 /// Binds untouched pages to one NUMA node, strictly.

@@ -1,16 +1,16 @@
 """Page-locked host memory, in Rust. Import these names from `pinpool`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, Literal, Protocol, Self, SupportsIndex, TypeAlias, TypedDict, final
+from typing import Any, Literal, Self, SupportsIndex, TypeAlias, TypedDict, final
 
-import numpy as np
 import numpy.typing as npt
-from typing_extensions import Buffer, CapsuleType
+import torch
+from typing_extensions import CapsuleType
 
 __version__: str
 
-Shape: TypeAlias = SupportsIndex | tuple[SupportsIndex, ...] | list[int]
+Shape: TypeAlias = SupportsIndex | Sequence[SupportsIndex]
 Pages: TypeAlias = Literal["auto", "4k", "thp", "2m", "1g"]
 Progress: TypeAlias = Callable[[int, int], object]
 
@@ -55,76 +55,278 @@ class Stats(TypedDict):
     os_calls: int
 
 class PinnedPool:
-    """..."""
+    """A pool of pinned host memory: exact sizes, instant reuse, a hard budget.
+
+    `devices`: "auto", "host" or None. This version locks the memory, and registers it with no driver yet.
+    `max_bytes`: the most the pool ever holds; unset, 90 % of the memory that the machine and the control group have
+    left, or what RLIMIT_MEMLOCK leaves, whichever is less. `pages`: "auto" (transparent huge pages where they come
+    cheap), "4k", "thp", "2m" or "1g"; a kind that cannot be had is an error. `numa`: the node that all memory lies on.
+    `threads`: how many prefault, by default one a core.
+
+    Threads may share a pool. In a forked child, a pool of the parent refuses every request. Also a context manager.
+
+    >>> from pinpool import PinnedPool
+    >>> with PinnedPool(max_bytes=1 << 20) as pool:
+    ...     array = pool.zeros((2, 3), "float32")
+    ...     bytes(array) == bytes(24), pool.is_pinned(array)
+    (True, True)
+    """
 
     def __new__(
         cls,
-        devices: None | str | list[str] = "auto",
+        devices: str | None = "auto",
         *,
-        max_bytes: int | None = None,
-        pages: Pages = "auto",
+        max_bytes: SupportsIndex | None = None,
+        pages: str = "auto",
         numa: int | None = None,
         threads: int | None = None,
     ) -> Self: ...
-    def empty(self, shape: Shape, dtype: object = "uint8", *, timeout: float | None = 0) -> PinnedArray: ...
-    def zeros(self, shape: Shape, dtype: object = "uint8", *, timeout: float | None = 0) -> PinnedArray: ...
-    def empty_like(self, obj: object, *, timeout: float | None = 0) -> PinnedArray: ...
-    def register(self, obj: object) -> Registration: ...
-    def is_pinned(self, obj: object) -> bool: ...
-    def reserve(self, nbytes: int, *, progress: Progress | bool | None = None) -> None: ...
-    def trim(self) -> int: ...
-    def stats(self) -> Stats: ...
-    def close(self) -> None: ...
+    def empty(self, shape: Shape, dtype: object = None, *, timeout: float | None = 0.0) -> PinnedArray:
+        """Take an array that holds whatever its memory held before.
+
+        `shape`: lengths in elements. `dtype`: a name ("bfloat16"), a numpy or a torch dtype; by default uint8.
+        `timeout`: seconds to wait for memory to come back when the budget is used up; 0: fail at once, None: wait.
+
+        ValueError: bad shape or dtype, or the pool is closed. OutOfPinnedMemoryError, MemlockLimitError: over the
+        budget. PinpoolError: the pool is of the parent process, or its page kind cannot be had. OSError: the system
+        refused.
+
+        >>> from pinpool import PinnedPool
+        >>> PinnedPool().empty((3, 5), "bfloat16").nbytes
+        30
+        """
+
+    def zeros(self, shape: Shape, dtype: object = None, *, timeout: float | None = 0.0) -> PinnedArray:
+        """Take an array and fill it with zeros. Otherwise as `empty`.
+
+        >>> from pinpool import PinnedPool
+        >>> bytes(PinnedPool().zeros(4)) == bytes(4)
+        True
+        """
+
+    def empty_like(self, obj: object, *, timeout: float | None = 0.0) -> PinnedArray:
+        """Take an array of the `shape` and `dtype` of a tensor or an array. Otherwise as `empty`.
+
+        >>> from pinpool import PinnedPool
+        >>> pool = PinnedPool()
+        >>> pool.empty_like(pool.empty((2, 2), "int16")).shape
+        (2, 2)
+        """
+
+    def register(self, obj: object) -> Registration:
+        """Pin memory that its caller owns, in place.
+
+        `obj`: a torch tensor, a numpy array, anything on the CPU with the buffer protocol or DLPack, or an
+        `(address, nbytes)` pair. The very same range may be registered again, and stays pinned until every
+        registration of it is closed. Read-only memory is fine.
+
+        TypeError: no dense host memory. ValueError: overlaps another pinned range, or has no bytes.
+        MemlockLimitError, OSError: the system refused.
+
+        >>> from pinpool import PinnedPool
+        >>> pool = PinnedPool()
+        >>> buffer = bytearray(10_000)
+        >>> with pool.register(buffer):
+        ...     pool.is_pinned(memoryview(buffer)[100:200])
+        True
+        """
+
+    def is_pinned(self, obj: object) -> bool:
+        """Tell whether all bytes of an object are pinned, by whatever pool or registration of this process.
+
+        >>> from pinpool import PinnedPool
+        >>> pool = PinnedPool()
+        >>> pool.is_pinned(pool.empty(100)), pool.is_pinned(bytes(100))
+        (True, False)
+        """
+
+    def reserve(self, nbytes: SupportsIndex, *, progress: Progress | bool | None = None) -> None:
+        """Grow the pool by `nbytes` ahead of use, all or nothing.
+
+        `progress`: a callable of (bytes done, bytes in all), or True for a tqdm bar when tqdm is installed. Ctrl-C and
+        an exception of the callable end it and undo everything. Errors as of `empty`.
+
+        >>> from pinpool import PinnedPool
+        >>> pool = PinnedPool()
+        >>> pool.reserve(8 << 20)
+        >>> pool.stats()["cached_bytes"] == 8 << 20
+        True
+        """
+
+    def trim(self) -> int:
+        """Give all idle memory back to the system, and return how many bytes that were.
+
+        OSError where the system refuses some; the rest is given back all the same.
+
+        >>> from pinpool import PinnedPool
+        >>> pool = PinnedPool()
+        >>> del (_ := [pool.empty(5 << 20)])[:]
+        >>> pool.trim() == 5 << 20
+        True
+        """
+
+    def stats(self) -> Stats:
+        """Tell what the pool holds now, in bytes and counts.
+
+        Reserved is allocated + cached + pending + leaked; reserved / requested is the waste. `os_calls` counts the
+        memory system calls that pinpool has made in this process.
+
+        >>> from pinpool import PinnedPool
+        >>> pool = PinnedPool()
+        >>> array = pool.empty(5000)
+        >>> (pool.stats()["requested_bytes"], pool.stats()["blocks"])
+        (5000, 1)
+        """
+
+    def close(self) -> None:
+        """Refuse further requests and give idle memory back. Live arrays stay valid. A second call does nothing.
+
+        >>> from pinpool import PinnedPool
+        >>> pool = PinnedPool()
+        >>> pool.close()
+        >>> pool.closed
+        True
+        """
+
     @property
-    def closed(self) -> bool: ...
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+
     def __enter__(self) -> Self: ...
     def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+        self,
+        _kind: type[BaseException] | None = None,
+        _value: BaseException | None = None,
+        _traceback: TracebackType | None = None,
     ) -> None: ...
 
 @final
 class PinnedArray:
-    """..."""
+    """Pinned memory with a shape and a dtype. Row-major, starting on a page.
+
+    Hand it to `torch.from_dlpack`, `numpy.asarray` or `file.readinto`. The memory goes back to its pool when the array
+    and everything that was made from it are gone, in any order, on any thread.
+    """
 
     def __dlpack__(
         self,
         *,
-        stream: int | None = None,
+        stream: object = None,
         max_version: tuple[int, int] | None = None,
         dl_device: tuple[int, int] | None = None,
         copy: bool | None = None,
-    ) -> CapsuleType: ...
-    def __dlpack_device__(self) -> tuple[int, int]: ...
-    def __array__(self, dtype: npt.DTypeLike | None = None, *, copy: bool | None = None) -> npt.NDArray[Any]: ...
+    ) -> CapsuleType:
+        """Export the memory as a DLPack capsule: the versioned form where `max_version` is (1, 0) or later.
+
+        The device is the CPU, (1, 0), and the memory is shared. BufferError: another device, a stream, or a copy.
+        """
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        """Tell the DLPack device: the CPU, (1, 0)."""
+
+    def __array__(self, dtype: npt.DTypeLike | None = None, *, copy: bool | None = None) -> npt.NDArray[Any]:
+        """Share the memory as a numpy array. TypeError for element types that numpy lacks (see ml_dtypes)."""
+
     def __buffer__(self, flags: int, /) -> memoryview: ...
+    def __release_buffer__(self, buffer: memoryview, /) -> None: ...
     def __len__(self) -> int: ...
     @property
-    def shape(self) -> tuple[int, ...]: ...
+    def shape(self) -> tuple[int, ...]:
+        """Lengths of the dimensions, in elements."""
+
     @property
-    def dtype(self) -> str: ...
+    def dtype(self) -> str:
+        """Name of the element type, as torch and numpy spell it."""
+
     @property
-    def nbytes(self) -> int: ...
+    def nbytes(self) -> int:
+        """Bytes that were asked for."""
+
     @property
-    def ptr(self) -> int: ...
+    def ptr(self) -> int:
+        """Address of the first byte; 0 for an array without one. ValueError once released."""
+
     @property
-    def released(self) -> bool: ...
-    def release(self) -> None: ...
+    def released(self) -> bool:
+        """Whether `release` was called."""
+
+    def release(self) -> None:
+        """Let go of the memory now. It returns to the pool with the last tensor or view made from it.
+
+        A second call does nothing.
+        """
 
 @final
 class Registration:
-    """Memory that its caller owns, pinned in place."""
+    """Memory that its caller owns, pinned in place until `close()`. It keeps the object alive.
+
+    Also a context manager.
+    """
 
     @property
-    def ptr(self) -> int: ...
+    def ptr(self) -> int:
+        """Address of the first byte."""
+
     @property
-    def nbytes(self) -> int: ...
+    def nbytes(self) -> int:
+        """Bytes of the object."""
+
     @property
-    def closed(self) -> bool: ...
-    def close(self) -> None: ...
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+
+    def close(self) -> None:
+        """Unpin the memory now, and let go of the object. A second call does nothing.
+
+        OSError where the system refuses: the memory is still pinned then, and `close()` may be called again.
+        """
+
     def __enter__(self) -> Self: ...
     def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+        self,
+        _kind: type[BaseException] | None = None,
+        _value: BaseException | None = None,
+        _traceback: TracebackType | None = None,
     ) -> None: ...
 
-def is_pinned(obj: object) -> bool: ...
-def register(obj: object) -> Registration: ...
+def is_pinned(obj: object) -> bool:
+    """Tell whether all bytes of a tensor, an array, a buffer or an (address, nbytes) pair lie in one pinned range.
+
+    Asks neither a driver nor torch. A strided view is asked about from its first to its last byte. An object without
+    bytes is not pinned, nor is a tensor that has no host memory.
+
+    >>> import pinpool
+    >>> array = pinpool.PinnedPool().empty(100)
+    >>> pinpool.is_pinned((array.ptr + 99, 1)), pinpool.is_pinned((array.ptr, 1 << 40))
+    (True, False)
+    """
+
+def register(obj: object) -> Registration:
+    """Pin memory that its caller owns, in place. See `PinnedPool.register`.
+
+    >>> import pinpool
+    >>> registration = pinpool.register(bytearray(5000))
+    >>> registration.nbytes
+    5000
+    >>> registration.close()
+    """
+
+def torch_empty(pool: PinnedPool, shape: Shape, dtype: object, *, timeout: float | None = 0.0) -> torch.Tensor:
+    """Make an uninitialized tensor in pool memory.
+
+    The memory goes back to the pool with the last tensor that shares it. `shape` is in elements, `timeout` in seconds;
+    both, and the errors, are those of `PinnedPool.empty`.
+
+    >>> import torch, pinpool, pinpool.torch
+    >>> pinpool.torch.empty(pinpool.PinnedPool(), (2, 3), torch.bfloat16).shape
+    torch.Size([2, 3])
+    """
+
+def unpin(obj: object) -> bool:
+    """Unlock the pool block that holds an object now; its memory stays valid until the last alias is gone.
+
+    False: no pool block, or unlocked before. ValueError for memory that a Registration pins.
+    """
+
+def use_exchange_api(types: Sequence[type]) -> bool:
+    """Use the DLPack exchange API of these tensor types, which share the first one's. False: it has none that fits."""

@@ -282,9 +282,7 @@ def fake_accelerator(monkeypatch):
     monkeypatch.setattr(torch, "Stream", lambda _device: FakeStream(log, "copies"))
     accelerator = torch.accelerator
     monkeypatch.setattr(accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(accelerator, "current_accelerator", lambda: torch.device("cpu"))
-    monkeypatch.setattr(accelerator, "current_device_index", lambda: 0)
-    monkeypatch.setattr(accelerator, "current_stream", lambda _device: current[0])
+    monkeypatch.setattr(accelerator, "current_stream", lambda _device=None: current[0])
     monkeypatch.setattr(accelerator, "set_stream", lambda to: current.__setitem__(0, to) or log.append(f"on {to.name}"))
     return log
 
@@ -293,7 +291,7 @@ def test_an_accelerator_gets_its_copies_on_a_stream_of_their_own(tmp_path, fake_
     report = run(write_model(tmp_path, small_bert(), num_hidden_layers=1), 2)
     copied = ["on copies", "on compute"]
     ready, left = "compute waits for copies", "copies waits for compute"
-    assert report.device == "cpu:0"
+    assert report.device == "cpu"
     assert report.passed
     one_lap = [*copied, ready, *copied, left, ready, left]
     assert fake_accelerator == one_lap * 2

@@ -16,7 +16,6 @@ from pinpool.demo.report import Report
 from pinpool.demo.stream import Streamer, choose_device
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
     from pinpool._pinpool import Stats
@@ -37,12 +36,14 @@ SENTENCES = (
 
 @dataclass(frozen=True)
 class _Laps:
-    """The streamed laps: how many differed, how long each took, the pool's numbers after the first and the last."""
+    """The laps: how many differed, the seconds of each, the pool's numbers after the first and the last."""
 
     different: int
-    seconds: list[float]
+    streamed: list[float]
+    plain: list[float]
     first: Stats
     last: Stats
+    vectors: Tensor
 
 
 def run(weights: Path, laps: int, *, host_only: bool = False) -> Report:
@@ -61,17 +62,14 @@ def run(weights: Path, laps: int, *, host_only: bool = False) -> Report:
     """
     with Checkpoint(weights) as checkpoint, PinnedPool() as pool, torch.inference_mode():
         device = choose_device(pool, host_only=host_only)
+        batch = _tokenize(checkpoint, device.device)
         with Streamer(device, pool) as streamer:
             model = StreamedModel(checkpoint, pool, streamer, device)
             with progress(checkpoint.nbytes, "reading", "B") as advance:
                 model.load(advance)
-            batch = _tokenize(checkpoint, device.device)
             plain = PlainModel(checkpoint, device.device)
-            expected = plain.embed(batch)
-            with progress(2 * laps, "running", " laps") as advance:
-                done = _run_laps(lambda: model.embed(batch), expected, pool, laps, advance)
-                plain_seconds = [_timed(lambda: plain.embed(batch), advance)[0] for _ in range(laps)]
-        return _report(checkpoint, device.label, streamer, done, plain_seconds, expected)
+            done = _run_laps(model, plain, batch, pool, laps)
+        return _report(checkpoint, device.label, streamer, done)
 
 
 def _tokenize(checkpoint: Checkpoint, device: torch.device) -> Batch:
@@ -79,38 +77,36 @@ def _tokenize(checkpoint: Checkpoint, device: torch.device) -> Batch:
     return Batch(torch.tensor(ids), torch.tensor(mask, device=device))
 
 
-def _timed(work: Callable[[], Tensor], advance: Callable[[int], object]) -> tuple[float, Tensor]:
-    start = time.perf_counter()
-    result = work()
-    seconds = time.perf_counter() - start
-    advance(1)
-    return seconds, result
-
-
-def _run_laps(
-    lap: Callable[[], Tensor], expected: Tensor, pool: PinnedPool, laps: int, advance: Callable[[int], object]
-) -> _Laps:
+def _run_laps(model: StreamedModel, plain: PlainModel, batch: Batch, pool: PinnedPool, laps: int) -> _Laps:
     different = 0
     seconds = []
-    first = pool.stats()
-    for index in range(laps):
-        spent, vectors = _timed(lap, advance)
-        different += not same_bits(vectors, expected)
-        del vectors
-        seconds.append(spent)
-        if index == 0:
-            first = pool.stats()
-    return _Laps(different, seconds, first, pool.stats())
+    after = []
+    with progress(laps, "running", " laps") as advance:
+        for _ in range(laps):
+            # In turns, so that a machine that is busy for a while slows both down.
+            streamed, vectors = _timed(model, batch)
+            after.append(pool.stats())
+            unstreamed, expected = _timed(plain, batch)
+            seconds.append((streamed, unstreamed))
+            different += not same_bits(vectors, expected)
+            del vectors
+            advance(1)
+    streamed_seconds, plain_seconds = map(list, zip(*seconds, strict=True))
+    return _Laps(different, streamed_seconds, plain_seconds, after[0], after[-1], expected)
 
 
-def _report(
-    checkpoint: Checkpoint, device: str, streamer: Streamer, laps: _Laps, plain_seconds: list[float], vectors: Tensor
-) -> Report:
-    similar, unrelated = (float(vectors[0] @ vectors[other]) for other in (1, 2))
+def _timed(model: StreamedModel | PlainModel, batch: Batch) -> tuple[float, Tensor]:
+    start = time.perf_counter()
+    vectors = model.embed(batch)
+    return time.perf_counter() - start, vectors
+
+
+def _report(checkpoint: Checkpoint, device: str, streamer: Streamer, laps: _Laps) -> Report:
+    similar, unrelated = (float(laps.vectors[0] @ laps.vectors[other]) for other in (1, 2))
     return Report(
         weights=checkpoint.file.path,
         device=device,
-        laps=len(laps.seconds),
+        laps=len(laps.streamed),
         different_laps=laps.different,
         tensors=len(checkpoint.tensors),
         weight_bytes=checkpoint.nbytes,
@@ -122,8 +118,8 @@ def _report(
         later_os_calls=laps.last["os_calls"] - laps.first["os_calls"],
         later_hits=laps.last["hits"] - laps.first["hits"],
         later_misses=laps.last["misses"] - laps.first["misses"],
-        streamed_seconds=median(laps.seconds[1:]),
-        plain_seconds=median(plain_seconds),
+        streamed_seconds=median(laps.streamed[1:]),
+        plain_seconds=median(laps.plain[1:]),
         similar=similar,
         unrelated=unrelated,
     )

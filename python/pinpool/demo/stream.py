@@ -65,8 +65,8 @@ class Accelerator:
 
     def copy_in(self, weights: Weights) -> Weights:
         """Queue the copies. The sources must live until a step that came after `await_copies` is done."""
-        # Both are made on the copy stream, so its allocator may hand the memory of weights that left, which
-        # `await_compute` ordered before this, to the next ones: the device never holds more than two stages.
+        # The copy stream owns the memory too. Weights that left were freed after `await_compute`, so torch may give
+        # their memory to these at once, and the device never holds more than two stages.
         with _on_stream(self._copies):
             return {name: tensor.to(self.device, non_blocking=True) for name, tensor in weights.items()}
 
@@ -85,8 +85,7 @@ def choose_device(pool: PinnedPool, *, host_only: bool) -> Device:
     accelerator = getattr(torch, "accelerator", None)
     if host_only or accelerator is None or not accelerator.is_available():
         return HostDevice(pool)
-    kind = accelerator.current_accelerator().type
-    return Accelerator(torch.device(kind, accelerator.current_device_index()))
+    return Accelerator(accelerator.current_stream().device)
 
 
 class Streamer:

@@ -1,0 +1,123 @@
+"""Pinned memory as torch tensors. The only file, beside the demo, that imports torch."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from pinpool import _pinpool
+from pinpool._pinpool import PinnedPool, Registration
+
+if TYPE_CHECKING:
+    from pinpool._pinpool import Shape
+
+__all__ = ["default_pool", "empty", "is_pinned", "pin", "register", "unpin"]
+
+
+def _empty_by_capsule(pool: PinnedPool, shape: Shape, dtype: torch.dtype, *, timeout: float | None = 0) -> torch.Tensor:
+    return torch.from_dlpack(pool.empty(shape, dtype, timeout=timeout))
+
+
+# torch has an exchange API from 2.10 on; through it a tensor costs a fraction of the way through a capsule.
+empty = (
+    _pinpool.torch_empty if _pinpool.use_exchange_api([torch.Tensor, torch.nn.Parameter]) else _empty_by_capsule
+)
+
+
+@functools.cache
+def default_pool() -> PinnedPool:
+    """Make the pool that `pin` uses when it is given none, once in a process."""
+    return PinnedPool()
+
+
+def pin(
+    tensor: torch.Tensor, make_copy: bool = True, match_shape: bool = True, *, pool: PinnedPool | None = None
+) -> torch.Tensor:
+    """Copy a tensor into new pinned memory.
+
+    The result is contiguous, detached from autograd, and of the same dtype; its shape is that of `tensor`, or
+    `(numel,)` with `match_shape=False`. With `make_copy=False` its values are whatever the memory held. A meta or fake
+    tensor gives one of its own kind. Raises TypeError for sparse and quantized tensors, and what `PinnedPool.empty`
+    raises.
+
+    >>> import torch
+    >>> weights = pin(torch.arange(6).reshape(2, 3).t())
+    >>> weights.tolist(), weights.is_contiguous(), is_pinned(weights)
+    ([[0, 3], [1, 4], [2, 5]], True, True)
+    """
+    shape = tuple(tensor.shape) if match_shape else (tensor.numel(),)
+    if tensor.is_meta or isinstance(tensor, FakeTensor):
+        return torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        raise TypeError(f"cannot pin a copy of {_kind(tensor)}; pin its dense parts")
+    pinned = empty(pool or default_pool(), shape, tensor.dtype)
+    if make_copy:
+        with torch.no_grad():
+            pinned.view(tensor.shape).copy_(tensor)
+    return pinned
+
+
+def register(tensor: torch.Tensor, *, pool: PinnedPool | None = None) -> Registration:
+    """Pin the memory of a tensor in place, until the `Registration` is closed. See `PinnedPool.register`.
+
+    >>> import torch
+    >>> weights = torch.zeros(1000)
+    >>> with register(weights):
+    ...     is_pinned(weights[10:20])
+    True
+    """
+    return _pinpool.register(tensor) if pool is None else pool.register(tensor)
+
+
+def is_pinned(tensor: torch.Tensor) -> bool:
+    """Tell whether all bytes of a tensor are pinned by pinpool; False for tensors without host memory.
+
+    Unlike `Tensor.is_pinned` it asks about the view itself, not about the start of its storage, and needs no driver.
+    """
+    return _pinpool.is_pinned(tensor)
+
+
+def unpin(tensor: torch.Tensor) -> bool:
+    """Unlock the memory of a tensor from `empty` or `pin` now. It stays valid until the last alias is gone.
+
+    True: it was pinned; False: it was not. Raises ValueError for memory that a `Registration` pins.
+
+    >>> import torch
+    >>> scratch = pin(torch.ones(3))
+    >>> unpin(scratch), unpin(scratch), scratch.sum().item()
+    (True, False, 3.0)
+    """
+    return _pinpool.unpin(tensor)
+
+
+def extent(tensor: torch.Tensor) -> tuple[int, int, bool] | str:
+    """Tell the address of a tensor, its bytes from first to last, and whether its elements fill them.
+
+    A text says why it has no host memory of its own.
+    """
+    if isinstance(tensor, FakeTensor) or tensor.is_meta or is_traceable_wrapper_subclass(tensor):
+        return f"{_kind(tensor)}: it has no memory of its own"
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        return f"{_kind(tensor)}: pin its dense parts"
+    if tensor.device.type != "cpu":
+        return f"{_kind(tensor)}: only host memory can be pinned"
+    numel, element = tensor.numel(), tensor.element_size()
+    if numel == 0:
+        return tensor.data_ptr(), 0, True
+    reach = sum((count - 1) * stride for count, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), (reach + 1) * element, reach + 1 == numel
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    if isinstance(tensor, FakeTensor):
+        return "a fake tensor"
+    if tensor.is_quantized:
+        return "a quantized tensor"
+    if tensor.layout != torch.strided:
+        return f"a tensor of layout {tensor.layout}"
+    name = type(tensor).__name__
+    return f"a {name} on {tensor.device}"

@@ -1,0 +1,98 @@
+//! Arguments: sizes, shapes, element types and timeouts, each checked before anything is allocated.
+
+use std::time::Duration;
+
+use pyo3::exceptions::{PyOverflowError, PyTypeError, PyValueError};
+use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
+use pyo3::types::{PyDict, PyString, PyTuple, PyType};
+
+use crate::dlpack::{ELEMENT_TYPES, ElementType, checked_bytes};
+
+/// An array to be made.
+pub(super) struct Layout {
+    pub(super) shape: Vec<i64>,
+    pub(super) element: &'static ElementType,
+    pub(super) nbytes: usize,
+}
+
+impl Layout {
+    /// Reads a shape (an integer, or a sequence of them) and a dtype (none: bytes).
+    pub(super) fn new(shape: &Bound<'_, PyAny>, dtype: Option<&Bound<'_, PyAny>>) -> PyResult<Self> {
+        let (shape, element) = (dimensions(shape)?, dtype.map_or(Ok(&ELEMENT_TYPES[0]), element_type)?);
+        let nbytes = checked_bytes(&shape, element)?;
+        Ok(Self { shape, element, nbytes })
+    }
+
+    /// Reads `shape` and `dtype` of a tensor or an array.
+    pub(super) fn like(obj: &Bound<'_, PyAny>) -> PyResult<Self> {
+        Self::new(&obj.getattr("shape")?, Some(&obj.getattr("dtype")?))
+    }
+}
+
+fn dimensions(shape: &Bound<'_, PyAny>) -> PyResult<Vec<i64>> {
+    if let Ok(tuple) = shape.cast::<PyTuple>() {
+        return tuple.iter_borrowed().map(|dimension| integer(&dimension, "shape")).collect();
+    }
+    match shape.try_iter() {
+        Ok(dimensions) => dimensions.map(|dimension| integer(&dimension?, "shape")).collect(),
+        Err(_) => Ok(vec![integer(shape, "shape")?]),
+    }
+}
+
+/// An integer that fits 63 bits, or a `ValueError` that names the argument.
+pub(super) fn integer(value: &Bound<'_, PyAny>, name: &str) -> PyResult<i64> {
+    value.extract().map_err(|error: PyErr| {
+        if error.is_instance_of::<PyOverflowError>(value.py()) {
+            return PyValueError::new_err(format!("invalid {name}: {value} does not fit 63 bits"));
+        }
+        error
+    })
+}
+
+/// A number of bytes.
+pub(super) fn byte_count(value: &Bound<'_, PyAny>, name: &str) -> PyResult<usize> {
+    let bytes = integer(value, name)?;
+    usize::try_from(bytes).map_err(|_| PyValueError::new_err(format!("invalid {name}: {bytes} is negative")))
+}
+
+/// Seconds to wait: `None` waits for ever.
+pub(super) fn timeout(seconds: Option<f64>) -> PyResult<Option<Duration>> {
+    let Some(seconds) = seconds else { return Ok(None) };
+    if seconds.is_nan() || seconds < 0.0 {
+        let reason = format!("invalid timeout: {seconds} is not a number of seconds; None waits for ever");
+        return Err(PyValueError::new_err(reason));
+    }
+    Ok(Duration::try_from_secs_f64(seconds).ok()) // more than can be counted is for ever
+}
+
+/// The element type that a name, a numpy dtype or a torch dtype stands for.
+fn element_type(dtype: &Bound<'_, PyAny>) -> PyResult<&'static ElementType> {
+    static SEEN: PyOnceLock<Py<PyDict>> = PyOnceLock::new();
+    let seen = SEEN.get_or_init(dtype.py(), || PyDict::new(dtype.py()).unbind()).bind(dtype.py());
+    if let Ok(Some(index)) = seen.get_item(dtype) {
+        return Ok(&ELEMENT_TYPES[index.extract::<usize>()?]);
+    }
+    let element = ElementType::from_name(&name_of(dtype)?)?;
+    let index = ELEMENT_TYPES.iter().position(|known| std::ptr::eq(known, element));
+    seen.set_item(dtype, index)?;
+    Ok(element)
+}
+
+fn name_of(dtype: &Bound<'_, PyAny>) -> PyResult<String> {
+    if let Ok(name) = dtype.cast::<PyString>() {
+        return Ok(name.to_str()?.to_owned());
+    }
+    if let Ok(class) = dtype.cast::<PyType>() {
+        return Ok(class.name()?.to_str()?.to_owned()); // numpy.float32 and its like
+    }
+    if let Ok(name) = dtype.getattr("name") {
+        if !dtype.getattr("isnative").and_then(|native| native.extract()).unwrap_or(true) {
+            return Err(PyTypeError::new_err(format!("dtype {dtype} is of foreign byte order; use .newbyteorder('=')")));
+        }
+        return name.extract();
+    }
+    let name = dtype.str()?;
+    let name = name.to_str()?;
+    Ok(name.strip_prefix("torch.").unwrap_or(name).to_owned())
+}

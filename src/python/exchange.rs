@@ -1,0 +1,117 @@
+//! DLPack's C exchange API: the way to make a tensor of a framework, or to look into one, without a capsule.
+//!
+//! The framework's tensor type carries a table of functions in a capsule (DLPack 1.3; torch from 2.10 on). The edge
+//! passes the types in: nothing here knows a framework's name.
+#![allow(unsafe_code)] // calls through the framework's table
+
+use std::ffi::{CStr, c_int, c_void};
+
+use pyo3::exceptions::PyRuntimeError;
+use pyo3::ffi;
+use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
+use pyo3::types::{PyCapsule, PyType};
+
+use super::argument::{Layout, timeout as parse_timeout};
+use super::extent::Span;
+use super::pool::PinnedPool;
+use crate::block::Block;
+use crate::dlpack::{self, ManagedTensorVersioned, Tensor};
+
+const CAPSULE_NAME: &CStr = c"dlpack_exchange_api";
+const MAJOR_VERSION: u32 = 1;
+
+/// `DLPackExchangeAPI`.
+#[repr(C)]
+struct Table {
+    version: [u32; 2],
+    previous: *const c_void,
+    allocate: *const c_void,
+    export: *const c_void,
+    import: unsafe extern "C" fn(*mut ManagedTensorVersioned, *mut *mut c_void) -> c_int,
+    look: Option<unsafe extern "C" fn(*mut c_void, *mut Tensor) -> c_int>,
+    current_stream: *const c_void,
+}
+
+struct ExchangeApi {
+    table: &'static Table,
+    /// The exact types whose objects `look` may be asked about: subclasses may mean something else by their data.
+    types: Vec<Py<PyType>>,
+}
+
+// SAFETY: the table is constant for the life of the process, and its functions are called attached only.
+unsafe impl Send for ExchangeApi {}
+// SAFETY: as above.
+unsafe impl Sync for ExchangeApi {}
+
+static API: PyOnceLock<ExchangeApi> = PyOnceLock::new();
+
+/// Uses the exchange API of these tensor types, all of which share the first one's. False: it has none that fits.
+#[pyfunction]
+pub(crate) fn use_exchange_api(py: Python<'_>, types: Vec<Bound<'_, PyType>>) -> PyResult<bool> {
+    let Some(Ok(capsule)) = types.first().map(|class| class.getattr("__dlpack_c_exchange_api__")) else {
+        return Ok(false);
+    };
+    let Ok(capsule) = capsule.cast::<PyCapsule>() else { return Ok(false) };
+    let Ok(pointer) = capsule.pointer_checked(Some(CAPSULE_NAME)) else { return Ok(false) };
+    // SAFETY: a capsule of this name holds a table that lives as long as the process (DLPack 1.3).
+    let table = unsafe { pointer.cast::<Table>().as_ref() };
+    if table.version[0] != MAJOR_VERSION {
+        return Ok(false);
+    }
+    API.get_or_init(py, || ExchangeApi { table, types: types.into_iter().map(Bound::unbind).collect() });
+    Ok(true)
+}
+
+/// Makes a tensor in pool memory; the same as `from_dlpack(pool.empty(...))`, in one call.
+#[pyfunction]
+#[pyo3(signature = (pool, shape, dtype, *, timeout=Some(0.0)))]
+pub(crate) fn torch_empty<'py>(
+    py: Python<'py>,
+    pool: &Bound<'py, PinnedPool>,
+    shape: &Bound<'py, PyAny>,
+    dtype: &Bound<'py, PyAny>,
+    timeout: Option<f64>,
+) -> PyResult<Bound<'py, PyAny>> {
+    let api = API.get(py).ok_or_else(|| PyRuntimeError::new_err("no exchange API is in use"))?;
+    let layout = Layout::new(shape, Some(dtype))?;
+    let block = pool.get().take(py, layout.nbytes, parse_timeout(timeout)?)?;
+    import(py, api, block, &layout)
+}
+
+fn import<'py>(py: Python<'py>, api: &ExchangeApi, block: Block, layout: &Layout) -> PyResult<Bound<'py, PyAny>> {
+    let data = block.as_ptr();
+    let tensor = dlpack::export_versioned(block, data, &layout.shape, layout.element);
+    let mut object = std::ptr::null_mut();
+    // SAFETY: attached, the tensor is whole, and `object` is ours to be written.
+    if unsafe { (api.table.import)(tensor, &raw mut object) } == 0 {
+        // SAFETY: success hands over one reference.
+        return unsafe { Bound::from_owned_ptr_or_err(py, object.cast()) };
+    }
+    // A refused tensor is not consumed.
+    // SAFETY: still whole, and deleted here only.
+    if let Some(delete) = unsafe { (*tensor).deleter } {
+        // SAFETY: the only call.
+        unsafe { delete(tensor) };
+    }
+    Err(PyErr::fetch(py))
+}
+
+/// The bytes of a host tensor of one of the known types; `None` where another way has to tell.
+pub(super) fn look(obj: &Bound<'_, PyAny>) -> Option<Span> {
+    let api = API.get(obj.py())?;
+    let look = api.table.look?;
+    let class = obj.get_type_ptr();
+    if !api.types.iter().any(|known| known.as_ptr().cast() == class) {
+        return None;
+    }
+    let mut tensor = std::mem::MaybeUninit::<Tensor>::uninit();
+    // SAFETY: attached, and `tensor` is ours to be written.
+    if unsafe { look(obj.as_ptr().cast(), tensor.as_mut_ptr()) } != 0 {
+        // SAFETY: attached.
+        unsafe { ffi::PyErr_Clear() };
+        return None;
+    }
+    // SAFETY: success fills all of it, and the object, which is alive, owns what it points to.
+    unsafe { Span::of_tensor(tensor.assume_init_ref()) }
+}

@@ -1,0 +1,113 @@
+//! The Python face: converts arguments, lets go of the interpreter, calls the library once, maps the error.
+
+mod argument;
+mod array;
+mod exchange;
+mod extent;
+mod pool;
+mod registration;
+
+use std::ops::ControlFlow;
+
+use pyo3::exceptions::{PyOSError, PyRuntimeError, PyValueError};
+use pyo3::prelude::*;
+
+use crate::error::Error;
+
+pyo3::create_exception!(pinpool, PinpoolError, PyRuntimeError, "Base of pinpool's own errors.");
+pyo3::create_exception!(
+    pinpool,
+    MemlockLimitError,
+    PinpoolError,
+    "The kernel refuses to lock more memory: attributes wanted, locked, soft_limit, hard_limit, in bytes."
+);
+pyo3::create_exception!(
+    pinpool,
+    OutOfPinnedMemoryError,
+    PinpoolError,
+    "The pool's budget is used up: attributes wanted, limit, allocated, cached, pending, in bytes."
+);
+
+#[pymodule(gil_used = true)]
+mod _pinpool {
+    #[pymodule_export]
+    use super::array::PinnedArray;
+    #[pymodule_export]
+    use super::exchange::{torch_empty, use_exchange_api};
+    #[pymodule_export]
+    use super::pool::{PinnedPool, unpin};
+    #[pymodule_export]
+    use super::registration::{Registration, is_pinned, register};
+    #[pymodule_export]
+    use super::{MemlockLimitError, OutOfPinnedMemoryError, PinpoolError};
+    use pyo3::prelude::*;
+
+    #[pymodule_init]
+    fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
+        crate::registry::shared::global(); // before any thread could fork in the middle of it
+        module.add("__version__", env!("CARGO_PKG_VERSION"))
+    }
+}
+
+impl From<Error> for PyErr {
+    fn from(error: Error) -> Self {
+        let text = error.to_string();
+        match error {
+            Error::Os { source, .. } => match source.raw_os_error() {
+                Some(errno) => PyOSError::new_err((errno, text)),
+                None => PyOSError::new_err(text),
+            },
+            Error::MemlockLimit { wanted, locked, soft, hard } => with_numbers(
+                MemlockLimitError::new_err(text),
+                &[("wanted", wanted), ("locked", locked), ("soft_limit", soft), ("hard_limit", hard)],
+            ),
+            Error::OutOfPinnedMemory { wanted, limit, allocated, cached, pending, .. } => with_numbers(
+                OutOfPinnedMemoryError::new_err(text),
+                &[
+                    ("wanted", wanted),
+                    ("limit", limit),
+                    ("allocated", allocated),
+                    ("cached", cached),
+                    ("pending", pending),
+                ],
+            ),
+            Error::Overlap { .. } | Error::Invalid { .. } | Error::Closed => PyValueError::new_err(text),
+            Error::Unsupported { .. } | Error::Forked | Error::Interrupted => PinpoolError::new_err(text),
+        }
+    }
+}
+
+/// Gives the exception its numbers as attributes.
+fn with_numbers(error: PyErr, numbers: &[(&str, usize)]) -> PyErr {
+    Python::attach(|py| {
+        let value = error.value(py);
+        let set = numbers.iter().try_for_each(|&(name, number)| value.setattr(name, number));
+        set.err().unwrap_or(error)
+    })
+}
+
+/// Runs a long call without the interpreter. The call may ask, between its steps, whether a signal handler or the
+/// caller's own `report` wants it to stop; their exception is then the result.
+fn detached<T: Send>(
+    py: Python<'_>,
+    report: impl Fn(Python<'_>, usize, usize) -> PyResult<()> + Sync,
+    call: impl FnOnce(&mut crate::region::Progress<'_>) -> crate::Result<T> + Send,
+) -> PyResult<T> {
+    let mut raised = None;
+    let result = py.detach(|| {
+        call(&mut |done, total| {
+            let asked = Python::attach(|py| py.check_signals().and_then(|()| report(py, done, total)));
+            match asked {
+                Ok(()) => ControlFlow::Continue(()),
+                Err(error) => {
+                    raised = Some(error);
+                    ControlFlow::Break(())
+                }
+            }
+        })
+    });
+    match raised {
+        Some(error) => Err(error),
+        None => Ok(result?),
+    }
+}

@@ -1,0 +1,229 @@
+//! `PinnedPool`.
+
+use std::time::Duration;
+
+use pyo3::exceptions::{PyTypeError, PyValueError};
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+
+use super::argument::{Layout, byte_count, timeout as parse_timeout};
+use super::array::PinnedArray;
+use super::extent::{Span, span_of};
+use super::registration::{Registration, is_pinned};
+use super::{PinpoolError, detached};
+use crate::block::Block;
+use crate::pool::{Pool, PoolOptions};
+use crate::region::{Pages, RegionOptions};
+use crate::registry::shared::global;
+
+/// A pool of pinned host memory: exact sizes, instant reuse, a hard budget.
+#[pyclass(frozen, weakref, subclass, module = "pinpool")]
+#[derive(Debug)]
+pub(crate) struct PinnedPool {
+    pool: Pool,
+}
+
+impl PinnedPool {
+    /// Takes a block: at once from the cache, else without the interpreter.
+    pub(super) fn take(&self, py: Python<'_>, nbytes: usize, timeout: Option<Duration>) -> PyResult<Block> {
+        match self.pool.take_cached(nbytes)? {
+            Some(block) => Ok(block),
+            None => detached(py, |_, _, _| Ok(()), |progress| self.pool.take_within(nbytes, timeout, progress)),
+        }
+    }
+
+    fn array(&self, py: Python<'_>, layout: Layout, timeout: Option<f64>) -> PyResult<PinnedArray> {
+        let block = self.take(py, layout.nbytes, parse_timeout(timeout)?)?;
+        Ok(PinnedArray::new(block, layout))
+    }
+}
+
+#[pymethods]
+impl PinnedPool {
+    #[new]
+    #[pyo3(signature = (devices=Some("auto"), *, max_bytes=None, pages="auto", numa=None, threads=None))]
+    fn new(
+        devices: Option<&str>,
+        max_bytes: Option<&Bound<'_, PyAny>>,
+        pages: &str,
+        numa: Option<i64>,
+        threads: Option<i64>,
+    ) -> PyResult<Self> {
+        if let Some(device) = devices.filter(|&device| device != "auto" && device != "host") {
+            let reason = format!("devices={device:?}: this version locks memory and registers it with no driver yet");
+            return Err(PinpoolError::new_err(reason));
+        }
+        let max_bytes = max_bytes.map(|bytes| byte_count(bytes, "max_bytes")).transpose()?;
+        let region = RegionOptions {
+            pages: Pages::from_name(pages)?,
+            numa: numa.map(|node| at_least(node, 0, "numa")).transpose()?,
+            threads: threads.map(|count| at_least(count, 1, "threads")).transpose()?.map(|count| count as usize),
+            lock: true,
+        };
+        Ok(Self { pool: Pool::new(PoolOptions { max_bytes, region })? })
+    }
+
+    /// Takes an array that holds whatever its memory held before.
+    #[pyo3(signature = (shape, dtype=None, *, timeout=Some(0.0)))]
+    fn empty(
+        &self,
+        py: Python<'_>,
+        shape: &Bound<'_, PyAny>,
+        dtype: Option<&Bound<'_, PyAny>>,
+        timeout: Option<f64>,
+    ) -> PyResult<PinnedArray> {
+        self.array(py, Layout::new(shape, dtype)?, timeout)
+    }
+
+    /// Takes an array and fills it with zeros.
+    #[pyo3(signature = (shape, dtype=None, *, timeout=Some(0.0)))]
+    fn zeros(
+        &self,
+        py: Python<'_>,
+        shape: &Bound<'_, PyAny>,
+        dtype: Option<&Bound<'_, PyAny>>,
+        timeout: Option<f64>,
+    ) -> PyResult<PinnedArray> {
+        let layout = Layout::new(shape, dtype)?;
+        let mut block = self.take(py, layout.nbytes, parse_timeout(timeout)?)?;
+        py.detach(|| block.as_mut_slice().fill(0));
+        Ok(PinnedArray::new(block, layout))
+    }
+
+    /// Takes an array of the shape and dtype of a tensor or an array.
+    #[pyo3(signature = (obj, *, timeout=Some(0.0)))]
+    fn empty_like(&self, py: Python<'_>, obj: &Bound<'_, PyAny>, timeout: Option<f64>) -> PyResult<PinnedArray> {
+        self.array(py, Layout::like(obj)?, timeout)
+    }
+
+    /// Pins memory that its caller owns, in place.
+    #[allow(clippy::unused_self)] // later a pool knows devices to register with
+    fn register(&self, py: Python<'_>, obj: &Bound<'_, PyAny>) -> PyResult<Registration> {
+        Registration::new(py, obj)
+    }
+
+    /// Whether all bytes of an object are pinned, by whatever pool or registration.
+    #[allow(clippy::unused_self)] // there is one truth a process
+    fn is_pinned(&self, obj: &Bound<'_, PyAny>) -> PyResult<bool> {
+        is_pinned(obj)
+    }
+
+    /// Grows the pool by `nbytes` ahead of use.
+    #[pyo3(signature = (nbytes, *, progress=None))]
+    fn reserve(
+        &self,
+        py: Python<'_>,
+        nbytes: &Bound<'_, PyAny>,
+        progress: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<()> {
+        let nbytes = byte_count(nbytes, "nbytes")?;
+        let progress = progress.map(|progress| reporter(progress, nbytes)).transpose()?.flatten();
+        let report = |py: Python<'_>, done: usize, total: usize| match &progress {
+            Some(progress) => progress.call1(py, (done, total)).map(|_| ()),
+            None => Ok(()),
+        };
+        detached(py, report, |progress| self.pool.reserve(nbytes, progress))
+    }
+
+    /// Gives all idle memory back to the system, and answers how many bytes that were.
+    fn trim(&self, py: Python<'_>) -> PyResult<usize> {
+        Ok(py.detach(|| self.pool.trim())?)
+    }
+
+    /// What the pool holds now.
+    fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let stats = py.detach(|| self.pool.stats())?;
+        let numbers = [
+            ("requested_bytes", stats.requested_bytes),
+            ("allocated_bytes", stats.allocated_bytes),
+            ("cached_bytes", stats.cached_bytes),
+            ("pending_bytes", stats.pending_bytes),
+            ("reserved_bytes", stats.reserved_bytes),
+            ("locked_bytes", stats.locked_bytes),
+            ("leaked_bytes", stats.leaked_bytes),
+            ("max_bytes", stats.max_bytes),
+            ("peak_reserved_bytes", stats.peak_reserved_bytes),
+            ("hits", stats.hits),
+            ("misses", stats.misses),
+            ("blocks", stats.blocks),
+            ("regions", stats.regions),
+        ];
+        let dict = PyDict::new(py);
+        numbers.iter().try_for_each(|(name, number)| dict.set_item(name, number))?;
+        dict.set_item("registered_bytes", PyDict::new(py))?;
+        dict.set_item("pages", stats.pages.name())?;
+        dict.set_item("os_calls", crate::memory_calls())?;
+        Ok(dict)
+    }
+
+    /// Refuses further requests and gives idle memory back; live arrays stay valid. A second call does nothing.
+    fn close(&self, py: Python<'_>) -> PyResult<()> {
+        Ok(py.detach(|| self.pool.close())?)
+    }
+
+    /// Whether `close` was called.
+    #[getter]
+    fn closed(&self) -> bool {
+        self.pool.is_closed()
+    }
+
+    fn __enter__(slf: Py<Self>) -> Py<Self> {
+        slf
+    }
+
+    #[pyo3(signature = (_kind=None, _value=None, _traceback=None))]
+    fn __exit__(
+        &self,
+        py: Python<'_>,
+        _kind: Option<&Bound<'_, PyAny>>,
+        _value: Option<&Bound<'_, PyAny>>,
+        _traceback: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<()> {
+        self.close(py)
+    }
+
+    fn __repr__(&self) -> String {
+        match self.pool.stats() {
+            Ok(stats) => format!(
+                "PinnedPool(reserved_bytes={}, allocated_bytes={}, max_bytes={}, blocks={}{})",
+                stats.reserved_bytes,
+                stats.allocated_bytes,
+                stats.max_bytes,
+                stats.blocks,
+                if self.pool.is_closed() { ", closed" } else { "" }
+            ),
+            Err(_) => "PinnedPool(of the parent process)".to_owned(),
+        }
+    }
+}
+
+/// A number of at least `least`.
+fn at_least(number: i64, least: u32, name: &str) -> PyResult<u32> {
+    u32::try_from(number).ok().filter(|&number| number >= least).ok_or_else(|| {
+        PyValueError::new_err(format!("invalid {name}: {number} is not a number from {least} on"))
+    })
+}
+
+/// What to call with (done, total): the caller's own callable, or for `True` a bar where one can be had.
+fn reporter(progress: &Bound<'_, PyAny>, nbytes: usize) -> PyResult<Option<Py<PyAny>>> {
+    let reporter = match progress.extract::<bool>() {
+        Ok(false) => return Ok(None),
+        Ok(true) => progress.py().import("pinpool._progress")?.call_method1("bar", (nbytes,))?,
+        Err(_) if progress.is_callable() => progress.clone(),
+        Err(_) => return Err(PyTypeError::new_err("progress is a callable of (done, total), True, False or None")),
+    };
+    Ok(Some(reporter.unbind()))
+}
+
+/// Unlocks the pool block that holds an object now; its memory stays valid until the last alias is gone.
+///
+/// False: no pool block, or unlocked before. ValueError for memory that a Registration pins.
+#[pyfunction]
+pub(crate) fn unpin(py: Python<'_>, obj: &Bound<'_, PyAny>) -> PyResult<bool> {
+    let Some(Span { address, .. }) = span_of(obj)?.filter(|span| span.len > 0) else { return Ok(false) };
+    let adopted = global().read(|registry| registry.find(address)).is_some_and(|(_, adopted)| adopted);
+    if adopted {
+        return Err(PyValueError::new_err("a Registration pins this memory; close() the Registration instead"));
+    }
+    Ok(py.detach(|| crate::pool::unpin(address))?)
+}
