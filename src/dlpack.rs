@@ -172,7 +172,13 @@ struct Owned<M, O> {
 
 impl<M, O> Owned<M, O> {
     /// Moves everything to the heap; the consumer's deleter call brings it back.
-    fn leak(owner: O, data: *mut u8, shape: &[i64], element: &ElementType, make: impl FnOnce(Tensor) -> M) -> *mut Self {
+    fn leak(
+        owner: O,
+        data: *mut u8,
+        shape: &[i64],
+        element: &ElementType,
+        make: impl FnOnce(Tensor) -> M,
+    ) -> *mut Self {
         let mut dimensions = with_strides(shape);
         let shape_start = dimensions.as_mut_ptr();
         let is_empty = shape.contains(&0);
@@ -257,7 +263,10 @@ mod tests {
 
     #[test]
     fn layouts_are_those_of_dlpack_h() {
-        assert_eq!((size_of::<Tensor>(), size_of::<ManagedTensor>(), size_of::<ManagedTensorVersioned>()), (48, 64, 80));
+        assert_eq!(
+            (size_of::<Tensor>(), size_of::<ManagedTensor>(), size_of::<ManagedTensorVersioned>()),
+            (48, 64, 80)
+        );
         assert_eq!((offset_of!(Tensor, ndim), offset_of!(Tensor, dtype), offset_of!(Tensor, shape)), (16, 20, 24));
         assert_eq!((offset_of!(Tensor, strides), offset_of!(Tensor, byte_offset)), (32, 40));
         assert_eq!((offset_of!(ManagedTensor, context), offset_of!(ManagedTensor, deleter)), (48, 56));

@@ -187,14 +187,17 @@ mod tests {
     #[test]
     fn version_two_takes_the_tightest_ancestor_and_forgives_file_pages() {
         let root = scratch("v2");
-        write(&root, &[
-            ("self", "0::/a/b\n"),
-            ("a/memory.max", "1000\n"),
-            ("a/memory.current", "700\n"),
-            ("a/memory.stat", "anon 400\nactive_file 100\ninactive_file 150\n"),
-            ("a/b/memory.max", "max\n"),
-            ("a/b/memory.current", "500\n"),
-        ]);
+        write(
+            &root,
+            &[
+                ("self", "0::/a/b\n"),
+                ("a/memory.max", "1000\n"),
+                ("a/memory.current", "700\n"),
+                ("a/memory.stat", "anon 400\nactive_file 100\ninactive_file 150\n"),
+                ("a/b/memory.max", "max\n"),
+                ("a/b/memory.current", "500\n"),
+            ],
+        );
         assert_eq!(control_group_headroom(&root.join("self"), &root), Some(550));
         fs::remove_dir_all(root).expect("cleanup");
     }
@@ -202,12 +205,15 @@ mod tests {
     #[test]
     fn version_one_and_a_path_of_the_host() {
         let root = scratch("v1");
-        write(&root, &[
-            ("self", "5:cpu:/x\n4:memory:/docker/123\n0::/\n"),
-            ("memory/memory.limit_in_bytes", "1000"),
-            ("memory/memory.usage_in_bytes", "900"),
-            ("memory/memory.stat", "active_file 1\ntotal_active_file 20\ntotal_inactive_file 30\n"),
-        ]);
+        write(
+            &root,
+            &[
+                ("self", "5:cpu:/x\n4:memory:/docker/123\n0::/\n"),
+                ("memory/memory.limit_in_bytes", "1000"),
+                ("memory/memory.usage_in_bytes", "900"),
+                ("memory/memory.stat", "active_file 1\ntotal_active_file 20\ntotal_inactive_file 30\n"),
+            ],
+        );
         assert_eq!(control_group_headroom(&root.join("self"), &root), Some(150));
         fs::remove_dir_all(root).expect("cleanup");
     }

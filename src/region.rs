@@ -298,7 +298,8 @@ fn prefault_in_parallel(
     };
     let helpers = (threads - 1).min((len - done) / PREFAULT_STEP);
     thread::scope(|scope| {
-        let helpers: Vec<_> = (0..helpers).filter_map(|_| thread::Builder::new().spawn_scoped(scope, work).ok()).collect();
+        let helpers: Vec<_> =
+            (0..helpers).filter_map(|_| thread::Builder::new().spawn_scoped(scope, work).ok()).collect();
         let mine = report_between_steps();
         let theirs = helpers.into_iter().map(|helper| helper.join().unwrap_or(Ok(())));
         theirs.fold(mine, Result::and)

@@ -11,6 +11,7 @@ from pinpool._pinpool import (
     is_pinned,
     register,
 )
+from pinpool._types import Stats
 
 __all__ = [
     "MemlockLimitError",
@@ -19,6 +20,7 @@ __all__ = [
     "PinnedPool",
     "PinpoolError",
     "Registration",
+    "Stats",
     "__version__",
     "is_pinned",
     "register",

@@ -1,6 +1,6 @@
 """The numpy side of `PinnedArray.__array__`; the only file that imports numpy."""
 
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +20,8 @@ def as_array(array: PinnedArray, dtype: npt.DTypeLike | None, copy: bool | None)
 
 
 def _view(array: PinnedArray, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    return np.frombuffer(array, np.uint8).view(dtype).reshape(array.shape)
+    flat: npt.NDArray[np.uint8] = np.frombuffer(cast("memoryview", array), np.uint8)  # a buffer of any dtype will do
+    return flat.view(dtype).reshape(array.shape)
 
 
 def _numpy_dtype(name: str) -> np.dtype[Any]:
@@ -31,6 +32,7 @@ def _numpy_dtype(name: str) -> np.dtype[Any]:
     try:
         import ml_dtypes
 
-        return np.dtype(getattr(ml_dtypes, name))
+        found: np.dtype[Any] = np.dtype(getattr(ml_dtypes, name))
+        return found
     except (ImportError, AttributeError):
         raise TypeError(f"numpy has no {name}; install ml_dtypes, or use torch.from_dlpack") from None

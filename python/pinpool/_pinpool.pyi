@@ -1,18 +1,16 @@
 """Page-locked host memory, in Rust. Import these names from `pinpool`."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, Literal, Self, SupportsIndex, TypeAlias, TypedDict, final
+from typing import Any, Self, SupportsIndex, final
 
 import numpy.typing as npt
 import torch
 from typing_extensions import CapsuleType
 
-__version__: str
+from pinpool._types import Progress, Shape, Stats
 
-Shape: TypeAlias = SupportsIndex | Sequence[SupportsIndex]
-Pages: TypeAlias = Literal["auto", "4k", "thp", "2m", "1g"]
-Progress: TypeAlias = Callable[[int, int], object]
+__version__: str
 
 class PinpoolError(RuntimeError):
     """Base of pinpool's own errors."""
@@ -34,26 +32,7 @@ class OutOfPinnedMemoryError(PinpoolError):
     cached: int
     pending: int
 
-class Stats(TypedDict):
-    """What a pool holds now. Sizes are in bytes."""
-
-    requested_bytes: int
-    allocated_bytes: int
-    cached_bytes: int
-    pending_bytes: int
-    reserved_bytes: int
-    locked_bytes: int
-    leaked_bytes: int
-    max_bytes: int
-    peak_reserved_bytes: int
-    registered_bytes: dict[str, int]
-    hits: int
-    misses: int
-    blocks: int
-    regions: int
-    pages: str
-    os_calls: int
-
+@final
 class PinnedPool:
     """A pool of pinned host memory: exact sizes, instant reuse, a hard budget.
 

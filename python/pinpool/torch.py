@@ -6,6 +6,7 @@ import functools
 from typing import TYPE_CHECKING
 
 import torch
+import torch.utils.dlpack
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -13,19 +14,17 @@ from pinpool import _pinpool
 from pinpool._pinpool import PinnedPool, Registration
 
 if TYPE_CHECKING:
-    from pinpool._pinpool import Shape
+    from pinpool._types import Shape
 
 __all__ = ["default_pool", "empty", "is_pinned", "pin", "register", "unpin"]
 
 
 def _empty_by_capsule(pool: PinnedPool, shape: Shape, dtype: torch.dtype, *, timeout: float | None = 0) -> torch.Tensor:
-    return torch.from_dlpack(pool.empty(shape, dtype, timeout=timeout))
+    return torch.utils.dlpack.from_dlpack(pool.empty(shape, dtype, timeout=timeout))
 
 
 # torch has an exchange API from 2.10 on; through it a tensor costs a fraction of the way through a capsule.
-empty = (
-    _pinpool.torch_empty if _pinpool.use_exchange_api([torch.Tensor, torch.nn.Parameter]) else _empty_by_capsule
-)
+empty = _pinpool.torch_empty if _pinpool.use_exchange_api([torch.Tensor, torch.nn.Parameter]) else _empty_by_capsule
 
 
 @functools.cache

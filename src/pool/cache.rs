@@ -109,6 +109,14 @@ impl ShardedCache {
         Ok(())
     }
 
+    /// Puts a block in that was counted as returned before. A closed pool does not take it: it goes when the pool does.
+    pub(super) fn restock(&self, record: Arc<Record>) {
+        let mut cache = own(&self.shards).lock();
+        if cache.lease.is_some() {
+            cache.by_len.entry(record.len).or_default().push(record);
+        }
+    }
+
     /// Counts a block that comes back without entering the cache.
     pub(super) fn count_returned(&self, record: &Record, requested: usize) {
         own(&self.shards).lock().counters.give_back(record, requested);

@@ -4,11 +4,14 @@
 //!
 //! 1. the cache: a block of exactly this length that was freed before (no system call, no search);
 //! 2. the arena: the smallest hole in the shared regions;
-//! 3. the arena again, once the small blocks of the cache have been given back to it and joined;
-//! 4. the cache again, for a block that is longer by a small slack;
-//! 5. a new region: shared for a small request, of exactly its length for a large one;
-//! 6. the same after all idle regions have been trimmed;
-//! 7. waiting, when the caller allows it, for a block to come back.
+//! 3. the cache again, for a block that is longer by a small slack;
+//! 4. a new region: shared for a small request, of exactly its length for a large one;
+//! 5. over the budget: all idle blocks go back to the arena and join there, idle regions go back to the system, and
+//!    steps 2 and 4 have another try;
+//! 6. waiting, when the caller allows it, for a block to come back.
+//!
+//! So blocks that a loop frees and takes again stay cut as they are while the budget lasts, and its second lap is
+//! served by step 1 alone.
 //!
 //! No lock is held over a system call: a new region is charged to the budget first, made, and entered then.
 
@@ -305,8 +308,14 @@ impl Inner {
         if self.fork_generation == os::fork_generation() { Ok(()) } else { Err(Error::Forked) }
     }
 
-    /// Steps 2 to 7 of the ladder.
-    fn obtain(&self, len: usize, requested: usize, timeout: Option<Duration>, progress: &mut Progress<'_>) -> Result<Slot> {
+    /// Steps 2 to 6 of the ladder.
+    fn obtain(
+        &self,
+        len: usize,
+        requested: usize,
+        timeout: Option<Duration>,
+        progress: &mut Progress<'_>,
+    ) -> Result<Slot> {
         let deadline = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
         let may_wait = timeout != Some(Duration::ZERO);
         let _waiting = may_wait.then(|| Waiting::enter(&self.waiters));
@@ -328,7 +337,8 @@ impl Inner {
         if let Some(slot) = self.cache.steal(len, requested) {
             return Ok(slot);
         }
-        if let Some(record) = self.cut(len) {
+        let cut = self.store().cut(len);
+        if let Some(record) = cut {
             return self.lease(record, requested);
         }
         let longest = len + len / SLACK_SHARE;
@@ -337,28 +347,21 @@ impl Inner {
         {
             return Ok(slot);
         }
+        for record in self.reclaim_unpinned(|_| true) {
+            self.cache.restock(record);
+        }
+        if let Some(slot) = self.cache.steal(len, requested) {
+            return Ok(slot);
+        }
         let record = match self.grow(len, progress) {
             Err(Error::OutOfPinnedMemory { .. } | Error::MemlockLimit { .. }) => {
                 self.trim()?;
-                self.cut(len).map_or_else(|| self.grow(len, progress), Ok)?
+                let cut = self.store().cut(len);
+                cut.map_or_else(|| self.grow(len, progress), Ok)?
             }
             grown => grown?,
         };
         self.lease(record, requested)
-    }
-
-    /// Cuts a block from the shared regions; if need be, from what the cached small blocks leave there when joined.
-    fn cut(&self, len: usize) -> Option<Arc<Record>> {
-        let cut = self.store().cut(len);
-        if cut.is_some() || len >= OWN_REGION {
-            return cut;
-        }
-        let small = self.cache.drain(|record| !record.own_region);
-        let mut store = self.store();
-        for record in small {
-            store.give_back(&record);
-        }
-        store.cut(len)
     }
 
     fn lease(&self, record: Arc<Record>, requested: usize) -> Result<Slot> {
@@ -423,7 +426,14 @@ impl Inner {
         let allocated = self.cache.counters().allocated_bytes.cast_unsigned();
         let pending = store.pending_bytes();
         let cached = store.reserved().saturating_sub(allocated + pending);
-        Error::OutOfPinnedMemory { wanted, limit: budget.bytes, allocated, cached, pending, budget: budget.source.text() }
+        Error::OutOfPinnedMemory {
+            wanted,
+            limit: budget.bytes,
+            allocated,
+            cached,
+            pending,
+            budget: budget.source.text(),
+        }
     }
 
     /// Waits for a block to come back after `returns` of them. `false`: the time is up.
@@ -496,17 +506,20 @@ impl Inner {
 
     fn trim(&self) -> Result<usize> {
         let mut idle = self.cache.drain(|_| true);
-        idle.extend(self.reclaim_unpinned());
+        idle.extend(self.reclaim_unpinned(|record| !record.own_region)); // what is unmapped needs no lock
         let freed = self.dispose(&idle);
         self.wake();
         freed
     }
 
-    /// Locks the blocks again that came back unlocked. Those in a region of their own need no lock to be given back.
-    fn reclaim_unpinned(&self) -> Vec<Arc<Record>> {
+    /// Takes out the blocks that came back unlocked, locked again where they must be. The others stay where they are.
+    fn reclaim_unpinned(&self, must_lock: impl Fn(&Record) -> bool) -> Vec<Arc<Record>> {
         let unpinned = std::mem::take(&mut self.store().unpinned);
+        if unpinned.is_empty() {
+            return unpinned;
+        }
         let (ready, refused): (Vec<_>, Vec<_>) =
-            unpinned.into_iter().partition(|record| record.own_region || self.repin(record).is_ok());
+            unpinned.into_iter().partition(|record| !must_lock(record) || self.repin(record).is_ok());
         self.store().unpinned.extend(refused);
         ready
     }

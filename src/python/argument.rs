@@ -88,7 +88,9 @@ fn name_of(dtype: &Bound<'_, PyAny>) -> PyResult<String> {
     }
     if let Ok(name) = dtype.getattr("name") {
         if !dtype.getattr("isnative").and_then(|native| native.extract()).unwrap_or(true) {
-            return Err(PyTypeError::new_err(format!("dtype {dtype} is of foreign byte order; use .newbyteorder('=')")));
+            return Err(PyTypeError::new_err(format!(
+                "dtype {dtype} is of foreign byte order; use .newbyteorder('=')"
+            )));
         }
         return name.extract();
     }

@@ -48,24 +48,27 @@ static API: PyOnceLock<ExchangeApi> = PyOnceLock::new();
 
 /// Uses the exchange API of these tensor types, all of which share the first one's. False: it has none that fits.
 #[pyfunction]
-pub(crate) fn use_exchange_api(py: Python<'_>, types: Vec<Bound<'_, PyType>>) -> PyResult<bool> {
+pub(crate) fn use_exchange_api(py: Python<'_>, types: Vec<Bound<'_, PyType>>) -> bool {
     let Some(Ok(capsule)) = types.first().map(|class| class.getattr("__dlpack_c_exchange_api__")) else {
-        return Ok(false);
+        return false;
     };
-    let Ok(capsule) = capsule.cast::<PyCapsule>() else { return Ok(false) };
-    let Ok(pointer) = capsule.pointer_checked(Some(CAPSULE_NAME)) else { return Ok(false) };
+    let Ok(capsule) = capsule.cast::<PyCapsule>() else { return false };
+    let Ok(pointer) = capsule.pointer_checked(Some(CAPSULE_NAME)) else { return false };
     // SAFETY: a capsule of this name holds a table that lives as long as the process (DLPack 1.3).
     let table = unsafe { pointer.cast::<Table>().as_ref() };
     if table.version[0] != MAJOR_VERSION {
-        return Ok(false);
+        return false;
     }
     API.get_or_init(py, || ExchangeApi { table, types: types.into_iter().map(Bound::unbind).collect() });
-    Ok(true)
+    true
 }
 
 /// Makes a tensor in pool memory; the same as `from_dlpack(pool.empty(...))`, in one call.
 #[pyfunction]
-#[pyo3(signature = (pool, shape, dtype, *, timeout=Some(0.0)))]
+#[pyo3(
+    signature = (pool, shape, dtype, *, timeout=Some(0.0)),
+    text_signature = "(pool, shape, dtype, *, timeout=0.0)"
+)]
 pub(crate) fn torch_empty<'py>(
     py: Python<'py>,
     pool: &Bound<'py, PinnedPool>,

@@ -225,7 +225,8 @@ impl BufferView {
             return Ok(());
         }
         // SAFETY: only lends the reference that the view holds; the copy is never dropped.
-        let object = std::mem::ManuallyDrop::new(unsafe { std::ptr::read((&raw const self.0.obj).cast::<Py<PyAny>>()) });
+        let object =
+            std::mem::ManuallyDrop::new(unsafe { std::ptr::read((&raw const self.0.obj).cast::<Py<PyAny>>()) });
         visit.call(&*object)
     }
 }

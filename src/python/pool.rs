@@ -17,7 +17,7 @@ use crate::region::{Pages, RegionOptions};
 use crate::registry::shared::global;
 
 /// A pool of pinned host memory: exact sizes, instant reuse, a hard budget.
-#[pyclass(frozen, weakref, subclass, module = "pinpool")]
+#[pyclass(frozen, weakref, module = "pinpool")]
 #[derive(Debug)]
 pub(crate) struct PinnedPool {
     pool: Pool,
@@ -41,7 +41,10 @@ impl PinnedPool {
 #[pymethods]
 impl PinnedPool {
     #[new]
-    #[pyo3(signature = (devices=Some("auto"), *, max_bytes=None, pages="auto", numa=None, threads=None))]
+    #[pyo3(
+        signature = (devices=Some("auto"), *, max_bytes=None, pages="auto", numa=None, threads=None),
+        text_signature = "(devices='auto', *, max_bytes=None, pages='auto', numa=None, threads=None)"
+    )]
     fn new(
         devices: Option<&str>,
         max_bytes: Option<&Bound<'_, PyAny>>,
@@ -64,7 +67,10 @@ impl PinnedPool {
     }
 
     /// Takes an array that holds whatever its memory held before.
-    #[pyo3(signature = (shape, dtype=None, *, timeout=Some(0.0)))]
+    #[pyo3(
+        signature = (shape, dtype=None, *, timeout=Some(0.0)),
+        text_signature = "($self, shape, dtype=None, *, timeout=0.0)"
+    )]
     fn empty(
         &self,
         py: Python<'_>,
@@ -76,7 +82,10 @@ impl PinnedPool {
     }
 
     /// Takes an array and fills it with zeros.
-    #[pyo3(signature = (shape, dtype=None, *, timeout=Some(0.0)))]
+    #[pyo3(
+        signature = (shape, dtype=None, *, timeout=Some(0.0)),
+        text_signature = "($self, shape, dtype=None, *, timeout=0.0)"
+    )]
     fn zeros(
         &self,
         py: Python<'_>,
@@ -91,7 +100,7 @@ impl PinnedPool {
     }
 
     /// Takes an array of the shape and dtype of a tensor or an array.
-    #[pyo3(signature = (obj, *, timeout=Some(0.0)))]
+    #[pyo3(signature = (obj, *, timeout=Some(0.0)), text_signature = "($self, obj, *, timeout=0.0)")]
     fn empty_like(&self, py: Python<'_>, obj: &Bound<'_, PyAny>, timeout: Option<f64>) -> PyResult<PinnedArray> {
         self.array(py, Layout::like(obj)?, timeout)
     }
@@ -110,12 +119,7 @@ impl PinnedPool {
 
     /// Grows the pool by `nbytes` ahead of use.
     #[pyo3(signature = (nbytes, *, progress=None))]
-    fn reserve(
-        &self,
-        py: Python<'_>,
-        nbytes: &Bound<'_, PyAny>,
-        progress: Option<&Bound<'_, PyAny>>,
-    ) -> PyResult<()> {
+    fn reserve(&self, py: Python<'_>, nbytes: &Bound<'_, PyAny>, progress: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
         let nbytes = byte_count(nbytes, "nbytes")?;
         let progress = progress.map(|progress| reporter(progress, nbytes)).transpose()?.flatten();
         let report = |py: Python<'_>, done: usize, total: usize| match &progress {
@@ -199,9 +203,10 @@ impl PinnedPool {
 
 /// A number of at least `least`.
 fn at_least(number: i64, least: u32, name: &str) -> PyResult<u32> {
-    u32::try_from(number).ok().filter(|&number| number >= least).ok_or_else(|| {
-        PyValueError::new_err(format!("invalid {name}: {number} is not a number from {least} on"))
-    })
+    u32::try_from(number)
+        .ok()
+        .filter(|&number| number >= least)
+        .ok_or_else(|| PyValueError::new_err(format!("invalid {name}: {number} is not a number from {least} on")))
 }
 
 /// What to call with (done, total): the caller's own callable, or for `True` a bar where one can be had.

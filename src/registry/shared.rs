@@ -17,11 +17,7 @@ pub struct SharedRegistry {
 
 impl SharedRegistry {
     fn new() -> Self {
-        Self {
-            ranges: RwLock::new(Registry::new(os::page_size())),
-            gate: Mutex::default(),
-            changed: Condvar::new(),
-        }
+        Self { ranges: RwLock::new(Registry::new(os::page_size())), gate: Mutex::default(), changed: Condvar::new() }
     }
 
     /// Looks something up.

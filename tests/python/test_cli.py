@@ -7,8 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pinpool
 import pytest
+
+import pinpool
 from pinpool.cli import main
 from pinpool.demo import checkpoint, job, progress
 from pinpool.demo.report import Report

@@ -7,13 +7,15 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch.nn.functional as F  # noqa: N812 - the name that torch's own documentation gives it
+
 from pinpool.demo.checkpoint import WORD_TABLE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pinpool.demo.checkpoint import BertConfig
     from torch import Tensor
+
+    from pinpool.demo.checkpoint import BertConfig
 
     Weights = dict[str, Tensor]
 

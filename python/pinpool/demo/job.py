@@ -8,6 +8,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 import torch
+
 from pinpool import PinnedPool
 from pinpool.demo.checkpoint import Checkpoint
 from pinpool.demo.models import Batch, PlainModel, StreamedModel, same_bits
@@ -18,8 +19,9 @@ from pinpool.demo.stream import Streamer, choose_device
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from pinpool._pinpool import Stats
     from torch import Tensor
+
+    from pinpool import Stats
 
 # The first two say the same in other words; the third has nothing to do with them.
 SENTENCES = (

@@ -7,19 +7,21 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name that torch's own documentation gives it
+from torch.utils.dlpack import from_dlpack
+
 from pinpool.demo.bert import mean_of_tokens, stages
 from pinpool.demo.checkpoint import WORD_TABLE
 from pinpool.torch import empty
-from torch.utils.dlpack import from_dlpack
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from torch import Tensor
 
     from pinpool import PinnedPool
     from pinpool.demo.bert import Weights
     from pinpool.demo.checkpoint import Checkpoint
     from pinpool.demo.stream import Device, Streamer
-    from torch import Tensor
 
     Advance = Callable[[int], object]
 

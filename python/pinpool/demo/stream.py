@@ -8,15 +8,17 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING, Protocol, Self
 
 import torch
+
 from pinpool.torch import empty
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from concurrent.futures import Future
 
+    from torch import Tensor
+
     from pinpool import PinnedPool
     from pinpool.demo.bert import Stage, Weights
-    from torch import Tensor
 
 
 class Device(Protocol):
