@@ -2,6 +2,8 @@
 
 use std::{fmt, io};
 
+use crate::driver::DeviceId;
+
 /// Result of a pinpool call.
 pub type Result<T> = std::result::Result<T, Error>;
 
@@ -50,6 +52,8 @@ pub enum Error {
         wanted: (usize, usize),
         /// First byte and length of the range that is there.
         existing: (usize, usize),
+        /// Whether that one was registered by its owner; else it is a pool's.
+        adopted: bool,
     },
     /// A page kind, a node or another feature that this machine does not have.
     Unsupported {
@@ -57,6 +61,32 @@ pub enum Error {
         what: String,
         /// Why it cannot be had, and what would help.
         why: String,
+    },
+    /// A driver, or the device that was asked for, cannot be used at all.
+    DriverUnavailable {
+        /// Which driver.
+        driver: &'static str,
+        /// What was tried, and what would help.
+        reason: String,
+        /// There is no such driver or device here at all, as opposed to one that fails.
+        absent: bool,
+    },
+    /// A driver refused a call.
+    Driver {
+        /// Which driver.
+        driver: &'static str,
+        /// Its function.
+        call: &'static str,
+        /// Its answer.
+        code: i64,
+        /// The answer's name.
+        code_name: String,
+        /// For which device.
+        device: Option<DeviceId>,
+        /// Bytes of the range.
+        bytes: usize,
+        /// What would help.
+        advice: &'static str,
     },
     /// An argument makes no sense.
     Invalid {
@@ -73,10 +103,18 @@ pub enum Error {
     Interrupted,
 }
 
+const OUT_OF_MEMORY_HELP: &str = "; the machine is short of memory, the process has vm.max_map_count mappings, or \
+                                  a limit like `ulimit -v` is reached";
+
 impl Error {
     /// An `Invalid` with its reason.
     pub fn invalid(parameter: &'static str, reason: impl Into<String>) -> Self {
         Self::Invalid { parameter, reason: reason.into() }
+    }
+
+    /// Whether waiting or trimming may help.
+    pub(crate) fn is_shortage(&self) -> bool {
+        matches!(self, Self::OutOfPinnedMemory { .. } | Self::MemlockLimit { .. })
     }
 
     /// An `Unsupported` with its reason.
@@ -88,7 +126,10 @@ impl Error {
 impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Os { call, bytes, source } => write!(f, "{call} of {bytes} bytes failed: {source}"),
+            Self::Os { call, bytes, source } => {
+                let help = if source.kind() == io::ErrorKind::OutOfMemory { OUT_OF_MEMORY_HELP } else { "" };
+                write!(f, "{call} of {bytes} bytes failed: {source}{help}")
+            }
             Self::MemlockLimit { wanted, locked, soft, hard } => write!(
                 f,
                 "cannot lock {wanted} more bytes: this process has {locked} bytes locked and RLIMIT_MEMLOCK allows {} \
@@ -103,13 +144,30 @@ impl fmt::Display for Error {
                 "out of pinned memory: wanted {wanted} bytes, limit {limit} ({budget}), allocated {allocated}, \
                  cached {cached}, pending {pending}; release arrays, raise max_bytes, or wait with timeout="
             ),
-            Self::Overlap { wanted, existing } => write!(
-                f,
-                "range {:#x}+{} overlaps the pinned range {:#x}+{}; close that registration first, or register the \
-                 whole buffer once",
-                wanted.0, wanted.1, existing.0, existing.1
-            ),
+            Self::Overlap { wanted, existing, adopted } => {
+                let help = if *adopted {
+                    "a registration; close that one first, or register the whole buffer once"
+                } else {
+                    "a pool's region; pool memory is pinned already"
+                };
+                write!(
+                    f,
+                    "range {:#x}+{} overlaps the pinned range {:#x}+{}, {help}",
+                    wanted.0, wanted.1, existing.0, existing.1
+                )
+            }
             Self::Unsupported { what, why } => write!(f, "{what} cannot be had: {why}"),
+            Self::DriverUnavailable { driver, reason, .. } => write!(f, "{driver} cannot be used: {reason}"),
+            Self::Driver { driver, call, code, code_name, device, bytes, advice } => {
+                write!(f, "{driver}: {call}")?;
+                if let Some(device) = device {
+                    write!(f, " on {device}")?;
+                }
+                if *bytes > 0 {
+                    write!(f, " of {bytes} bytes")?;
+                }
+                write!(f, " answered {code} ({code_name}): {advice}")
+            }
             Self::Invalid { parameter, reason } => write!(f, "invalid {parameter}: {reason}"),
             Self::Closed => write!(f, "the pool is closed; make a new PinnedPool"),
             Self::Forked => write!(

@@ -9,6 +9,7 @@
 //! | `arena` | free space in shared regions; pure |
 //! | [`pinned`] | memory and registry together: teardown order, leak rule |
 //! | [`registry`] | the ranges that are pinned; pure |
+//! | [`driver`] | CUDA and Level Zero: devices and registrations |
 //! | [`region`] | one mapping: placed, prefaulted, locked |
 //! | `limits` | how much may be locked |
 //! | `os` | libc |
@@ -20,7 +21,9 @@ compile_error!("pinpool is for 64-bit Linux");
 mod arena;
 mod block;
 pub mod dlpack;
+pub mod driver;
 mod error;
+mod fork;
 mod limits;
 mod os;
 pub mod pinned;

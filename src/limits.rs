@@ -2,8 +2,10 @@
 //! and `/sys`. Swap never counts.
 
 use std::fs;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
+use crate::error::{Error, Result};
 use crate::os;
 
 /// A number of bytes and where it comes from.
@@ -26,6 +28,8 @@ pub(crate) enum Source {
     ControlGroup,
     /// `MemAvailable`.
     Machine,
+    /// What the pool's NUMA node has free.
+    Node,
 }
 
 impl Source {
@@ -36,6 +40,7 @@ impl Source {
             Self::Memlock => "RLIMIT_MEMLOCK",
             Self::ControlGroup => "memory limit of the control group",
             Self::Machine => "available memory of this machine",
+            Self::Node => "free memory of the NUMA node",
         }
     }
 }
@@ -69,6 +74,43 @@ pub(crate) fn memory_headroom() -> Budget {
     }
 }
 
+/// The same on one NUMA node, when a pool is bound to it.
+pub(crate) fn memory_headroom_on(node: Option<u32>) -> Budget {
+    let anywhere = memory_headroom();
+    let Some(node) = node else { return anywhere };
+    let text = fs::read_to_string(format!("/sys/devices/system/node/node{node}/meminfo")).unwrap_or_default();
+    let kilobytes = |name: &str| {
+        let line = text.lines().find(|line| line.contains(name))?;
+        line.split_whitespace().rev().nth(1)?.parse::<usize>().ok()
+    };
+    match (kilobytes("MemFree:"), kilobytes("Inactive(file):")) {
+        (Some(free), file) if (free + file.unwrap_or(0)) * 1024 < anywhere.bytes => {
+            Budget { bytes: (free + file.unwrap_or(0)) * 1024, source: Source::Node }
+        }
+        _ => anywhere,
+    }
+}
+
+/// The NUMA nodes that have memory, as the kernel lists them.
+pub(crate) fn memory_nodes() -> String {
+    let nodes = fs::read_to_string("/sys/devices/system/node/has_memory").unwrap_or_else(|_| "0".to_owned());
+    nodes.trim().to_owned()
+}
+
+/// Refuses a NUMA node that has no memory.
+pub(crate) fn check_node(node: u32) -> Result<()> {
+    let nodes = memory_nodes();
+    let holds = |part: &str| {
+        let mut ends = part.splitn(2, '-').map(|end| end.parse::<u32>().ok());
+        let first = ends.next().flatten();
+        first.is_some_and(|first| (first..=ends.next().flatten().unwrap_or(first)).contains(&node))
+    };
+    if nodes.split(',').any(holds) {
+        return Ok(());
+    }
+    Err(Error::unsupported(format!("memory on NUMA node {node}"), format!("the nodes with memory are {nodes}")))
+}
+
 /// Bytes that this process has locked (`VmLck`).
 pub(crate) fn locked_bytes() -> usize {
     proc_field("/proc/self/status", "VmLck:").unwrap_or(0)
@@ -100,6 +142,44 @@ pub(crate) fn free_huge_pages(bytes: usize) -> usize {
 pub(crate) fn compaction_stalls() -> usize {
     let text = fs::read_to_string("/proc/vmstat").unwrap_or_default();
     field(&text, "compact_stall ").and_then(|count| count.parse().ok()).unwrap_or(0)
+}
+
+/// Bytes of a range that transparent huge pages back, as far as the mappings that hold it tell.
+pub(crate) fn huge_bytes(range: &Range<usize>) -> usize {
+    let maps = fs::read_to_string("/proc/self/smaps").unwrap_or_default();
+    let mut inside = false;
+    let mut bytes = 0;
+    for line in maps.lines() {
+        if let Some(mapping) = mapping_of(line) {
+            inside = mapping.start < range.end && range.start < mapping.end;
+        } else if inside && let Some(kilobytes) = line.strip_prefix("AnonHugePages:") {
+            bytes += kilobytes.trim_end_matches("kB").trim().parse::<usize>().unwrap_or(0) * 1024;
+        }
+    }
+    bytes
+}
+
+/// The addresses that a header line of `/proc/self/maps` or `smaps` is about.
+fn mapping_of(line: &str) -> Option<Range<usize>> {
+    let (start, rest) = line.split_once('-')?;
+    let end = rest.split(' ').next()?;
+    Some(usize::from_str_radix(start, 16).ok()?..usize::from_str_radix(end, 16).ok()?)
+}
+
+/// Whether any part of a range is mapped without the right to write.
+pub(crate) fn is_read_only(range: &Range<usize>) -> bool {
+    let maps = fs::read_to_string("/proc/self/maps").unwrap_or_default();
+    maps.lines().any(|line| {
+        let overlaps = mapping_of(line).is_some_and(|mapping| mapping.start < range.end && range.start < mapping.end);
+        overlaps && line.split(' ').nth(1).is_some_and(|rights| !rights.contains('w'))
+    })
+}
+
+/// The kernel's version, as far as it decides what a driver can do.
+pub(crate) fn kernel_release() -> (u32, u32) {
+    let text = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
+    let mut numbers = text.split(['.', '-']).map_while(|part| part.trim().parse().ok());
+    (numbers.next().unwrap_or(0), numbers.next().unwrap_or(0))
 }
 
 /// The first word behind a name at a line's start.

@@ -1,19 +1,24 @@
-//! Where memory and the registry meet: memory of our own, and memory that the caller lends.
+//! Where memory, drivers and registry meet: memory of our own, and memory that the caller lends.
 //!
 //! This file owns the teardown order (out of the registry first, so that nobody finds the range any more; then
-//! unlock; then unmap) and the leak rule: what cannot be undone stays as it is and stays counted.
+//! unregister in reverse; then unlock; then unmap) and the leak rule: what a driver may still map, or the system will
+//! not take back, stays as it is and stays counted.
 #![allow(unsafe_code)] // adopting means to believe the caller about memory that is not ours
 
 use std::io;
 use std::mem::ManuallyDrop;
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 
+use crate::driver::engine::{Cut, Refused, Registrations};
+use crate::driver::{DeviceId, Registering, Request};
 use crate::error::{Error, Result};
-use crate::os;
-use crate::region::{Progress, Region, RegionOptions, lock_refused};
+use crate::fork::PerProcess;
+use crate::region::{Progress, Region, RegionOptions, lock_in_steps, lock_refused};
 use crate::registry::shared::global;
 use crate::registry::{Adoption, Key};
+use crate::{limits, os};
 
 static LEAKED_BYTES: AtomicUsize = AtomicUsize::new(0);
 
@@ -26,21 +31,59 @@ pub fn leaked_bytes() -> usize {
 #[derive(Debug)]
 pub struct Pinned {
     region: ManuallyDrop<Region>,
+    registrations: Arc<Registrations>,
+    refusal: Option<Error>,
     key: Option<Key>,
     fork_generation: u64,
 }
 
+/// How giving a region back ended.
+#[derive(Debug)]
+pub enum Released {
+    /// The memory is the system's again.
+    Gone,
+    /// A driver still knows the range: release it again later.
+    Lingering(Pinned),
+}
+
 impl Pinned {
-    /// Makes a region as [`Region::map`] does, and enters it.
+    /// Makes a region as [`Region::map`] does, registers it with all devices, in one piece each, and enters it.
     ///
     /// # Errors
-    /// Those of [`Region::map`].
-    pub fn allocate(len: usize, options: &RegionOptions, progress: &mut Progress<'_>) -> Result<Self> {
+    /// Those of [`Region::map`] and of the drivers. Nothing remains, unless a driver refuses to undo a registration:
+    /// then the region does, and is counted in [`leaked_bytes`].
+    pub fn allocate(
+        len: usize,
+        options: &RegionOptions,
+        registering: &Registering<'_>,
+        progress: &mut Progress<'_>,
+    ) -> std::result::Result<Self, NotPinned> {
         let fork_generation = os::fork_generation();
         let region = Region::map(len, options, progress)?;
         let range = region.address()..region.address() + region.len();
-        let key = if options.lock { Some(global().change(|registry| registry.insert(range))?) } else { None };
-        Ok(Self { region: ManuallyDrop::new(region), key, fork_generation })
+        let request = Request { address: region.address(), len: region.len(), read_only: false };
+        let (registrations, refusal) = match Registrations::make(registering.devices, &request, Cut::Whole, progress) {
+            Ok(registrations) => (registrations, None),
+            Err(Refused { error, stuck: Some(registrations) }) => {
+                abandon(region.len(), Arc::new(registrations));
+                std::mem::forget(region);
+                return Err(NotPinned { error, stuck: true });
+            }
+            Err(Refused { error, stuck: None }) if registering.required => return Err(error.into()),
+            Err(Refused { error, stuck: None }) => (Registrations::default(), Some(error)),
+        };
+        let registrations = Arc::new(registrations);
+        let region = ManuallyDrop::new(region);
+        let mut pinned = Self { region, registrations, refusal, key: None, fork_generation };
+        if options.lock {
+            let note = Arc::clone(&pinned.registrations);
+            pinned.key = Some(global().change(|registry| {
+                // The kernel has given us these addresses: whoever adopted them has unmapped them since.
+                registry.bury(&range, Registrations::are_none);
+                registry.insert(range, note)
+            })?);
+        }
+        Ok(pinned)
     }
 
     /// The mapping.
@@ -53,18 +96,33 @@ impl Pinned {
         self.key.is_some()
     }
 
-    /// Unlocks whole pages of the region, which are not pinned from then on. Nothing changes on an error.
+    /// Why it is not registered, where that was not required.
+    pub fn refusal(&self) -> Option<&Error> {
+        self.refusal.as_ref()
+    }
+
+    /// Bytes that are registered with each device.
+    pub fn registered(&self) -> Vec<(DeviceId, usize)> {
+        self.registrations.bytes()
+    }
+
+    /// Unlocks whole pages of the region, which are not pinned from then on. `false`: they were not. Nothing changes
+    /// on an error.
     ///
     /// # Errors
-    /// `Os` with the kernel's refusal.
+    /// `Os` with the kernel's refusal, `Unsupported` for a region that is registered with a device.
     pub fn unpin(&self, range: &Range<usize>) -> Result<bool> {
         let Some(key) = self.key else { return Ok(false) };
+        if !self.registrations.bytes().is_empty() {
+            let why = "it is registered with a device as part of a larger region; drop it and trim() the pool instead";
+            return Err(Error::unsupported("unpinning this block", why));
+        }
         if !global().change(|registry| registry.carve(range.clone())) {
             return Ok(false);
         }
         let bytes = range.end - range.start;
         os::unlock(range.start, bytes).map_err(|source| {
-            global().change(|registry| registry.restore(range.clone(), key));
+            self.restore(range, key);
             Error::Os { call: "munlock", bytes, source }
         })?;
         Ok(true)
@@ -78,55 +136,89 @@ impl Pinned {
         let Some(key) = self.key else { return Ok(()) };
         let bytes = range.end - range.start;
         os::lock(range.start, bytes).map_err(|source| {
-            let refusal = lock_refused(bytes, source);
+            let refusal = lock_refused(bytes, 0, source);
             let _ = os::unlock(range.start, bytes); // a refused mlock may have locked a part
             refusal
         })?;
-        global().change(|registry| registry.restore(range.clone(), key));
+        self.restore(range, key);
         Ok(())
+    }
+
+    fn restore(&self, range: &Range<usize>, key: Key) {
+        let note = Arc::clone(&self.registrations);
+        global().change(|registry| registry.restore(range.clone(), key, note));
     }
 
     /// Gives the memory back to the system.
     ///
     /// # Errors
-    /// `Os` where the kernel refuses to unmap: the pages stay mapped, locked and counted in [`leaked_bytes`].
-    pub fn release(self) -> Result<()> {
-        ManuallyDrop::new(self).release_in_place()
+    /// `Driver` where a driver refuses to unregister it, `Os` where the kernel refuses to unmap it: the pages stay
+    /// mapped, locked and counted in [`leaked_bytes`].
+    pub fn release(self) -> Result<Released> {
+        let mut this = ManuallyDrop::new(self);
+        match this.try_release() {
+            Ok(true) => Ok(Released::Gone),
+            Ok(false) => Ok(Released::Lingering(ManuallyDrop::into_inner(this))),
+            Err(error) => Err(error),
+        }
     }
 
-    fn release_in_place(&mut self) -> Result<()> {
+    /// `Ok(false)`: a driver still knows the range, and all is as it was but for the registry.
+    fn try_release(&mut self) -> Result<bool> {
         if self.fork_generation != os::fork_generation() {
-            return Ok(()); // the parent's memory is not ours to unmap
+            return Ok(true); // the parent's memory is not ours to unmap
         }
         let (address, len) = (self.region.address(), self.region.len());
-        if let Some(key) = self.key {
+        if let Some(key) = self.key.take() {
             global().change(|registry| registry.forget(address..address + len, key));
         }
-        // SAFETY: both callers give up `self`, so the region is taken out once.
+        self.registrations.end().inspect_err(|_| abandon(len, Arc::clone(&self.registrations)))?;
+        if !self.registrations.are_forgotten() {
+            return Ok(false);
+        }
+        // SAFETY: `release` and `drop` give up `self` after this, so the region is taken out once.
         let region = unsafe { ManuallyDrop::take(&mut self.region) };
-        region.unmap().inspect_err(|_| {
-            LEAKED_BYTES.fetch_add(len, Ordering::Relaxed);
-        })
+        region.unmap().inspect_err(|_| abandon(len, Arc::clone(&self.registrations)))?;
+        Ok(true)
     }
 }
 
 impl Drop for Pinned {
     fn drop(&mut self) {
-        let _ = self.release_in_place(); // counted in `leaked_bytes`
+        if let Ok(false) = self.try_release() {
+            abandon(self.region.len(), Arc::clone(&self.registrations)); // nobody is left to ask the driver again
+        }
     }
 }
 
-/// A range of the caller's memory, locked in place. Dropping it unlocks.
+/// A range of the caller's memory, locked in place and registered. Dropping it undoes both.
 #[derive(Debug)]
 pub struct Adopted {
     range: Range<usize>,
+    registrations: Arc<Registrations>,
+    refusal: Option<Error>,
     key: Option<Key>,
     fork_generation: u64,
 }
 
+/// Why memory was not pinned.
+#[derive(Debug)]
+pub struct NotPinned {
+    /// The first refusal.
+    pub error: Error,
+    /// A driver would not take back what it had registered before: the memory stays mapped, and must, for good.
+    pub stuck: bool,
+}
+
+impl From<Error> for NotPinned {
+    fn from(error: Error) -> Self {
+        Self { error, stuck: false }
+    }
+}
+
 impl Adopted {
-    /// Locks the pages that hold `len` bytes from `address` on. The very same range may be adopted again, and stays
-    /// pinned until each of its owners has let go.
+    /// Locks the pages that hold `len` bytes from `address` on, and registers the bytes with all devices. The very
+    /// same range may be adopted again, and stays pinned until each of its owners has let go.
     ///
     /// Page locks do not nest in the kernel: pages that the caller has locked by other means are unlocked with the
     /// last owner.
@@ -135,18 +227,24 @@ impl Adopted {
     /// The memory is mapped, and stays so for as long as this value lives.
     ///
     /// # Errors
-    /// `Overlap` with a pinned range that is not the very same, `MemlockLimit`, or `Os`. Nothing stays locked.
-    pub unsafe fn adopt(address: usize, len: usize) -> Result<Self> {
+    /// `Overlap` with a pinned range that is not the very same, `Unsupported` where that one is not registered with
+    /// all of these devices, `MemlockLimit`, `Os`, or what a driver says. Nothing stays locked.
+    pub unsafe fn adopt(
+        address: usize,
+        len: usize,
+        registering: &Registering<'_>,
+        progress: &mut Progress<'_>,
+    ) -> std::result::Result<Self, NotPinned> {
         let end = address.checked_add(len).filter(|_| len > 0);
         let end = end.ok_or_else(|| Error::invalid("nbytes", "a range to pin holds at least one byte"))?;
         let fork_generation = os::fork_generation();
         let range = address..end;
-        let key = match global().adopt(&range)? {
-            Adoption::Shared(key) => key,
-            Adoption::Arriving(key) => lock_and_publish(key, &range)?,
+        let (key, (registrations, refusal)) = match global().adopt(&range)? {
+            Adoption::Arriving(key) => (key, arrive(key, &range, registering, progress)?),
+            Adoption::Shared(key) => (key, share(key, &range, registering)?),
             Adoption::Busy => unreachable!("the shared registry waits"),
         };
-        Ok(Self { range, key: Some(key), fork_generation })
+        Ok(Self { range, registrations, refusal, key: Some(key), fork_generation })
     }
 
     /// First byte and end.
@@ -159,14 +257,24 @@ impl Adopted {
         self.key.is_none()
     }
 
-    /// Unlocks the pages that nobody else has adopted. A second call does nothing.
+    /// Why it is not registered, where that was not required.
+    pub fn refusal(&self) -> Option<&Error> {
+        self.refusal.as_ref()
+    }
+
+    /// Whether no driver knows the range any more. Only then may the memory go, even after a release.
+    pub fn is_forgotten(&self) -> bool {
+        self.fork_generation != os::fork_generation() || self.registrations.are_forgotten()
+    }
+
+    /// Unregisters the range and unlocks the pages that nobody else has adopted. A second call does nothing.
     ///
     /// # Errors
-    /// `Os` where the kernel refuses: the range stays pinned, and the call may be made again.
+    /// `Driver` or `Os` with the refusal: the range stays pinned, and the call may be made again.
     pub fn release(&mut self) -> Result<()> {
         let Some(key) = self.key else { return Ok(()) };
         if self.fork_generation == os::fork_generation() {
-            retire_and_unlock(key)?;
+            leave(key, &self.registrations)?;
         }
         self.key = None;
         Ok(())
@@ -176,41 +284,108 @@ impl Adopted {
 impl Drop for Adopted {
     fn drop(&mut self) {
         if self.release().is_err() {
-            LEAKED_BYTES.fetch_add(self.range.end - self.range.start, Ordering::Relaxed);
+            abandon(self.range.end - self.range.start, Arc::clone(&self.registrations));
         }
     }
 }
 
-fn lock_and_publish(key: Key, range: &Range<usize>) -> Result<Key> {
-    let page = os::page_size();
-    let start = range.start / page * page;
-    match os::lock(start, range.end.next_multiple_of(page) - start) {
-        Ok(()) => {
-            global().change(|registry| registry.publish(key));
-            Ok(key)
+/// Locks and registers an arriving range, and publishes it.
+fn arrive(
+    key: Key,
+    range: &Range<usize>,
+    registering: &Registering<'_>,
+    progress: &mut Progress<'_>,
+) -> std::result::Result<Known, NotPinned> {
+    let (page, len) = (os::page_size(), range.end - range.start);
+    let pages = range.start / page * page..range.end.next_multiple_of(page);
+    if let Err(refusal) = lock_in_steps(&pages, progress) {
+        abort(key); // a refused mlock may have locked a part
+        return Err(refusal.into());
+    }
+    let read_only = !registering.devices.is_empty() && limits::is_read_only(range);
+    let request = Request { address: range.start, len, read_only };
+    match Registrations::make(registering.devices, &request, Cut::Pieces, progress) {
+        Ok(registrations) => Ok((publish(key, registrations), None)),
+        Err(Refused { error, stuck: None }) if registering.required => {
+            abort(key);
+            Err(error.into())
         }
-        Err(source) => {
-            let refusal = lock_refused(range.end - range.start, source);
-            let _ = retire_and_unlock(key); // a refused mlock may have locked a part
-            Err(refusal)
+        Err(Refused { error, stuck: None }) => Ok((publish(key, Registrations::default()), Some(error))),
+        Err(Refused { error, stuck: Some(registrations) }) => {
+            abandon(len, publish(key, registrations));
+            Err(NotPinned { error, stuck: true })
         }
     }
 }
 
-/// Takes one owner off an adopted range, and unlocks with the last one.
-fn retire_and_unlock(key: Key) -> Result<()> {
+/// What the drivers know of a range, and why they do not know more.
+type Known = (Arc<Registrations>, Option<Error>);
+
+fn publish(key: Key, registrations: Registrations) -> Arc<Registrations> {
+    let registrations = Arc::new(registrations);
+    global().change(|registry| registry.publish(key, Arc::clone(&registrations)));
+    registrations
+}
+
+/// Joins the owners of a range that is pinned already.
+fn share(key: Key, range: &Range<usize>, registering: &Registering<'_>) -> Result<Known> {
+    let note = global().read(|registry| registry.find(range.start).and_then(|found| found.note.cloned()));
+    let registrations = note.unwrap_or_default();
+    let Some(device) = registering.devices.iter().find(|device| !registrations.serve(device.as_ref())) else {
+        return Ok((registrations, None));
+    };
+    let why = "it is pinned already, but not registered with that device; close that registration first";
+    let refusal = Error::unsupported(format!("registering this range with {}", device.id()), why);
+    if !registering.required {
+        return Ok((registrations, Some(refusal)));
+    }
+    leave(key, &registrations)?;
+    Err(refusal)
+}
+
+/// Takes one owner off an adopted range. The last one unregisters and unlocks.
+fn leave(key: Key, registrations: &Registrations) -> Result<()> {
     let Some(pages) = global().change(|registry| registry.retire(key)) else { return Ok(()) };
-    let bytes = pages.end - pages.start;
-    let unlocked = if bytes > 0 { os::unlock(pages.start, bytes) } else { Ok(()) };
-    match unlocked {
-        // Pages that their owner has unmapped took their lock with them.
-        Err(source) if source.kind() != io::ErrorKind::OutOfMemory => {
-            global().change(|registry| registry.keep(key));
-            Err(Error::Os { call: "munlock", bytes, source })
-        }
-        _ => {
+    match registrations.end().and_then(|()| unlock(&pages)) {
+        Ok(()) => {
             global().change(|registry| registry.remove(key));
             Ok(())
         }
+        Err(error) => {
+            global().change(|registry| registry.keep(key));
+            Err(error)
+        }
     }
+}
+
+/// Forgets an arriving entry whose pages were not locked, or not all of them.
+fn abort(key: Key) {
+    if let Some(pages) = global().change(|registry| registry.retire(key)) {
+        let _ = unlock(&pages); // there is nothing left to undo when this fails, too
+        global().change(|registry| registry.remove(key));
+    }
+}
+
+fn unlock(pages: &Range<usize>) -> Result<()> {
+    let bytes = pages.end - pages.start;
+    if bytes == 0 {
+        return Ok(());
+    }
+    match os::unlock(pages.start, bytes) {
+        // A part was unmapped by its owner, and took its lock with it. The kernel stopped there.
+        Err(source) if source.kind() == io::ErrorKind::OutOfMemory => {
+            for page in pages.clone().step_by(os::page_size()) {
+                let _ = os::unlock(page, os::page_size());
+            }
+            Ok(())
+        }
+        unlocked => unlocked.map_err(|source| Error::Os { call: "munlock", bytes, source }),
+    }
+}
+
+/// Counts memory that cannot be given back, and keeps alive what its registrations need.
+fn abandon(len: usize, registrations: Arc<Registrations>) {
+    static ABANDONED: PerProcess<Mutex<Vec<Arc<Registrations>>>> = PerProcess::new();
+    LEAKED_BYTES.fetch_add(len, Ordering::Relaxed);
+    ABANDONED.get().lock().unwrap_or_else(PoisonError::into_inner).push(registrations);
 }

@@ -4,7 +4,7 @@
 //! touched is several times slower than touching it first.
 #![allow(unsafe_code)] // unmaps and touches the mapping that it owns
 
-use std::ops::ControlFlow;
+use std::ops::{ControlFlow, Range};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::thread;
 
@@ -18,7 +18,7 @@ const HUGE_PAGE: usize = 2 * MIB;
 /// Prefault works in steps of this size, between which it reports and can be stopped.
 const PREFAULT_STEP: usize = 32 * MIB;
 /// Locking touched pages is quicker, so its steps are larger.
-const LOCK_STEP: usize = 1024 * MIB;
+const LOCK_STEP: usize = 256 * MIB;
 /// More threads than this only queue up for the kernel's lock on the address space.
 const MAX_THREADS: usize = 16;
 
@@ -50,9 +50,18 @@ impl Pages {
         }
     }
 
+    /// Whether they come from the kernel's pool of huge pages, and not from free memory.
+    pub(crate) fn come_from_the_kernels_pool(self) -> bool {
+        self.hugetlb().is_some()
+    }
+
     /// The size that regions of this kind are multiples of.
     pub fn granularity(self) -> usize {
-        self.hugetlb().map_or_else(os::page_size, |shift| 1 << shift)
+        match self {
+            Self::Transparent | Self::Huge2M => HUGE_PAGE,
+            Self::Huge1G => 1 << 30,
+            Self::Auto | Self::Base => os::page_size(),
+        }
     }
 
     /// The name that Python and `stats()` use.
@@ -120,7 +129,8 @@ impl Region {
         region.advise(options)?;
         if options.lock {
             region.prefault(options, progress)?;
-            region.lock(progress)?;
+            region.check_huge(options)?;
+            lock_in_steps(&(region.address..region.address + region.len), progress)?;
         }
         Ok(region)
     }
@@ -217,6 +227,23 @@ impl Region {
         os::advise(self.address, self.len, advice).map_err(os_error(call, self.len))
     }
 
+    /// Explicitly transparent pages must all be huge.
+    fn check_huge(&self, options: &RegionOptions) -> Result<()> {
+        if options.pages != Pages::Transparent {
+            return Ok(());
+        }
+        let huge = limits::huge_bytes(&(self.address..self.address + self.len));
+        if huge >= self.len {
+            return Ok(());
+        }
+        let why = format!(
+            "the kernel backed only {huge} of {} bytes with huge pages: memory is too fragmented, or \
+             /sys/kernel/mm/transparent_hugepage/defrag is \"never\"; ask for \"auto\", which takes what it gets",
+            self.len
+        );
+        Err(Error::unsupported("pages=\"thp\"", why))
+    }
+
     /// Touches every page. With "auto", the first step decides whether huge pages are worth their price here.
     fn prefault(&mut self, options: &RegionOptions, progress: &mut Progress<'_>) -> Result<()> {
         let mut done = 0;
@@ -233,17 +260,6 @@ impl Region {
             }
         }
         prefault_in_parallel(self.address, self.len, done, threads(options), progress)
-    }
-
-    fn lock(&self, progress: &mut Progress<'_>) -> Result<()> {
-        for start in (0..self.len).step_by(LOCK_STEP) {
-            let len = LOCK_STEP.min(self.len - start);
-            os::lock(self.address + start, len).map_err(|source| lock_refused(self.len, source))?;
-            if progress(self.len, self.len).is_break() {
-                return Err(Error::Interrupted);
-            }
-        }
-        Ok(())
     }
 }
 
@@ -336,15 +352,28 @@ fn map_refused(len: usize, pages: Pages, source: std::io::Error) -> Error {
 }
 
 fn node_refused(node: u32, source: &std::io::Error) -> Error {
-    let nodes = std::fs::read_to_string("/sys/devices/system/node/online").unwrap_or_else(|_| "0".to_owned());
-    let why = format!("mbind answered: {source}; nodes that are online: {}", nodes.trim());
+    let why = format!("mbind answered: {source}; nodes with memory: {}", limits::memory_nodes());
     Error::unsupported(format!("memory on NUMA node {node}"), why)
 }
 
-/// The error for a refused lock of `len` bytes more: the memlock limit when that explains it, else the kernel's word.
-pub(crate) fn lock_refused(len: usize, source: std::io::Error) -> Error {
+/// Locks whole pages in steps, between which it can be stopped. On an error some may be locked.
+pub(crate) fn lock_in_steps(pages: &Range<usize>, progress: &mut Progress<'_>) -> Result<()> {
+    let len = pages.end - pages.start;
+    for done in (0..len).step_by(LOCK_STEP) {
+        let step = LOCK_STEP.min(len - done);
+        os::lock(pages.start + done, step).map_err(|source| lock_refused(len, done, source))?;
+        if progress(len, len).is_break() {
+            return Err(Error::Interrupted);
+        }
+    }
+    Ok(())
+}
+
+/// The error for a refused lock of `len` bytes, of which `done` are locked: the memlock limit when that explains it,
+/// else the kernel's word.
+pub(crate) fn lock_refused(len: usize, done: usize, source: std::io::Error) -> Error {
     let (soft, hard) = os::memlock_limit();
-    let locked = limits::locked_bytes();
+    let locked = limits::locked_bytes().saturating_sub(done);
     if !limits::may_lock_without_limit() && locked.saturating_add(len) > soft {
         return Error::MemlockLimit { wanted: len, locked, soft, hard };
     }

@@ -1,6 +1,8 @@
 """Page-locked host memory for offload loops: exact sizes, instant reuse, DLPack to torch."""
 
 from pinpool._pinpool import (
+    DriverError,
+    DriverUnavailableError,
     MemlockLimitError,
     OutOfPinnedMemoryError,
     PinnedArray,
@@ -9,11 +11,14 @@ from pinpool._pinpool import (
     Registration,
     __version__,
     is_pinned,
+    is_registered,
     register,
 )
 from pinpool._types import Stats
 
 __all__ = [
+    "DriverError",
+    "DriverUnavailableError",
     "MemlockLimitError",
     "OutOfPinnedMemoryError",
     "PinnedArray",
@@ -23,5 +28,6 @@ __all__ = [
     "Stats",
     "__version__",
     "is_pinned",
+    "is_registered",
     "register",
 ]

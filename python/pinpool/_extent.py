@@ -3,8 +3,8 @@
 import sys
 
 
-def tensor_extent(obj: object) -> tuple[int, int, bool] | str | None:
-    """Tell the address, the bytes from first to last, and whether the elements fill them.
+def tensor_extent(obj: object) -> tuple[int, int, bool, object] | str | None:
+    """Tell the address, the bytes from first to last, whether the elements fill them, and what keeps them.
 
     A text says why a tensor has no host memory of its own; None is for anything that is no tensor.
     """

@@ -1,6 +1,6 @@
 """The numpy side of `PinnedArray.__array__`; the only file that imports numpy."""
 
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +20,7 @@ def as_array(array: PinnedArray, dtype: npt.DTypeLike | None, copy: bool | None)
 
 
 def _view(array: PinnedArray, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    flat: npt.NDArray[np.uint8] = np.frombuffer(cast("memoryview", array), np.uint8)  # a buffer of any dtype will do
+    flat = np.asarray(memoryview(array._bytes()))  # not every dtype has a buffer format
     return flat.view(dtype).reshape(array.shape)
 
 

@@ -23,6 +23,21 @@ class MemlockLimitError(PinpoolError):
     soft_limit: int
     hard_limit: int
 
+class DriverUnavailableError(PinpoolError):
+    """A driver, or the device that was asked for, cannot be used. `absent`: there is none at all."""
+
+    absent: bool
+
+class DriverError(PinpoolError):
+    """A driver refused a call."""
+
+    driver: str
+    call: str
+    code: int
+    code_name: str
+    device: str | None
+    bytes: int
+
 class OutOfPinnedMemoryError(PinpoolError):
     """The pool's budget is used up. All sizes are in bytes."""
 
@@ -36,7 +51,12 @@ class OutOfPinnedMemoryError(PinpoolError):
 class PinnedPool:
     """A pool of pinned host memory: exact sizes, instant reuse, a hard budget.
 
-    `devices`: "auto", "host" or None. This version locks the memory, and registers it with no driver yet.
+    `devices`: what the memory is registered with. "auto": the one device that this process works on (torch's current
+    accelerator; else the device of this thread's CUDA context; else the one of LOCAL_RANK, or the first), or none where
+    there is none. None or "host": it is only locked. Or "cuda:0", "xpu:1", an object with `.type` and `.index`, or a
+    list. CUDA registrations serve every CUDA device; Level Zero maps memory for one device only.
+    `register`: "require" (a device that refuses is an error), "try" (go on with locked memory; `stats()["unregistered"]`
+    says why) or "off".
     `max_bytes`: the most the pool ever holds; unset, 90 % of the memory that the machine and the control group have
     left, or what RLIMIT_MEMLOCK leaves, whichever is less. `pages`: "auto" (transparent huge pages where they come
     cheap), "4k", "thp", "2m" or "1g"; a kind that cannot be had is an error. `numa`: the node that all memory lies on.
@@ -53,9 +73,10 @@ class PinnedPool:
 
     def __new__(
         cls,
-        devices: str | None = "auto",
+        devices: object = "auto",
         *,
         max_bytes: SupportsIndex | None = None,
+        register: str = "require",
         pages: str = "auto",
         numa: int | None = None,
         threads: int | None = None,
@@ -93,7 +114,7 @@ class PinnedPool:
         """
 
     def register(self, obj: object) -> Registration:
-        """Pin memory that its caller owns, in place.
+        """Pin memory that its caller owns, in place, and register it with the pool's devices.
 
         `obj`: a torch tensor, a numpy array, anything on the CPU with the buffer protocol or DLPack, or an
         `(address, nbytes)` pair. The very same range may be registered again, and stays pinned until every
@@ -109,6 +130,9 @@ class PinnedPool:
         ...     pool.is_pinned(memoryview(buffer)[100:200])
         True
         """
+
+    def is_registered(self, obj: object, device: object) -> bool:
+        """Tell whether all bytes of an object are registered with a device. See `pinpool.is_registered`."""
 
     def is_pinned(self, obj: object) -> bool:
         """Tell whether all bytes of an object are pinned, by whatever pool or registration of this process.
@@ -208,7 +232,6 @@ class PinnedArray:
 
     def __buffer__(self, flags: int, /) -> memoryview: ...
     def __release_buffer__(self, buffer: memoryview, /) -> None: ...
-    def __len__(self) -> int: ...
     @property
     def shape(self) -> tuple[int, ...]:
         """Lengths of the dimensions, in elements."""
@@ -229,6 +252,7 @@ class PinnedArray:
     def released(self) -> bool:
         """Whether `release` was called."""
 
+    def _bytes(self) -> PinnedArray: ...
     def release(self) -> None:
         """Let go of the memory now. It returns to the pool with the last tensor or view made from it.
 
@@ -254,10 +278,15 @@ class Registration:
     def closed(self) -> bool:
         """Whether `close` was called."""
 
+    @property
+    def unregistered(self) -> str | None:
+        """Why the memory is not registered with the pool's devices, where register="try" let that pass."""
+
     def close(self) -> None:
         """Unpin the memory now, and let go of the object. A second call does nothing.
 
-        OSError where the system refuses: the memory is still pinned then, and `close()` may be called again.
+        OSError or DriverError where that is refused: the memory is still pinned then, and `close()` may be called
+        again.
         """
 
     def __enter__(self) -> Self: ...
@@ -278,6 +307,16 @@ def is_pinned(obj: object) -> bool:
     >>> array = pinpool.PinnedPool().empty(100)
     >>> pinpool.is_pinned((array.ptr + 99, 1)), pinpool.is_pinned((array.ptr, 1 << 40))
     (True, False)
+    """
+
+def is_registered(obj: object, device: object) -> bool:
+    """Tell whether all bytes of an object are registered with a device, or with one whose registrations serve it.
+
+    `device`: "cuda:0", "xpu:1", or an object with `.type` and `.index`. Asks no driver.
+
+    >>> import pinpool
+    >>> pinpool.is_registered(pinpool.PinnedPool("host").empty(100), "cuda:0")
+    False
     """
 
 def register(obj: object) -> Registration:
@@ -309,3 +348,9 @@ def unpin(obj: object) -> bool:
 
 def use_exchange_api(types: Sequence[type]) -> bool:
     """Use the DLPack exchange API of these tensor types, which share the first one's. False: it has none that fits."""
+
+def find_devices(kind: str, library: str | None) -> list[dict[str, Any]]:
+    """List the devices of a kind: name, ordinal, uuid, description, method (or None) and reason (or None)."""
+
+def current_device(kind: str, library: str | None) -> int | None:
+    """Tell the ordinal of the device that the calling thread works on, where its driver knows such a thing."""

@@ -20,9 +20,11 @@ class Stats(TypedDict):
     reserved_bytes: int
     locked_bytes: int
     leaked_bytes: int
+    process_leaked_bytes: int
     max_bytes: int
     peak_reserved_bytes: int
     registered_bytes: dict[str, int]
+    unregistered: str | None
     hits: int
     misses: int
     blocks: int

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import functools
+import os
+import threading
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,10 +28,26 @@ def _empty_by_capsule(pool: PinnedPool, shape: Shape, dtype: torch.dtype, *, tim
 empty = _pinpool.torch_empty if _pinpool.use_exchange_api([torch.Tensor, torch.nn.Parameter]) else _empty_by_capsule
 
 
-@functools.cache
+_default: PinnedPool | None = None
+_default_lock = threading.Lock()
+
+
+def _forget_default_pool() -> None:
+    """A forked child owns nothing of its parent's pool, nor its lock."""
+    global _default, _default_lock
+    _default, _default_lock = None, threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget_default_pool)
+
+
 def default_pool() -> PinnedPool:
     """Make the pool that `pin` uses when it is given none, once in a process."""
-    return PinnedPool()
+    global _default
+    with _default_lock:
+        if _default is None or _default.closed:
+            _default = PinnedPool()
+        return _default
 
 
 def pin(
@@ -48,10 +65,12 @@ def pin(
     >>> weights.tolist(), weights.is_contiguous(), is_pinned(weights)
     ([[0, 3], [1, 4], [2, 5]], True, True)
     """
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"pin takes a tensor, not {type(tensor).__name__}; for other memory, see pinpool.register")
     shape = tuple(tensor.shape) if match_shape else (tensor.numel(),)
     if tensor.is_meta or isinstance(tensor, FakeTensor):
-        return torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
-    if tensor.layout != torch.strided or tensor.is_quantized:
+        return tensor.new_empty(shape)
+    if tensor.layout != torch.strided or tensor.is_quantized or is_traceable_wrapper_subclass(tensor):
         raise TypeError(f"cannot pin a copy of {_kind(tensor)}; pin its dense parts")
     pinned = empty(pool or default_pool(), shape, tensor.dtype)
     if make_copy:
@@ -93,10 +112,11 @@ def unpin(tensor: torch.Tensor) -> bool:
     return _pinpool.unpin(tensor)
 
 
-def extent(tensor: torch.Tensor) -> tuple[int, int, bool] | str:
-    """Tell the address of a tensor, its bytes from first to last, and whether its elements fill them.
+def extent(tensor: torch.Tensor) -> tuple[int, int, bool, torch.Tensor] | str:
+    """Tell the address of a tensor, its bytes from first to last, whether its elements fill them, and their keeper.
 
-    A text says why it has no host memory of its own.
+    The keeper is another tensor on the same storage: the one passed may be given other memory (`t.data = ...`). A text
+    says why there is no host memory.
     """
     if isinstance(tensor, FakeTensor) or tensor.is_meta or is_traceable_wrapper_subclass(tensor):
         return f"{_kind(tensor)}: it has no memory of its own"
@@ -106,9 +126,9 @@ def extent(tensor: torch.Tensor) -> tuple[int, int, bool] | str:
         return f"{_kind(tensor)}: only host memory can be pinned"
     numel, element = tensor.numel(), tensor.element_size()
     if numel == 0:
-        return tensor.data_ptr(), 0, True
+        return tensor.data_ptr(), 0, True, tensor
     reach = sum((count - 1) * stride for count, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr(), (reach + 1) * element, reach + 1 == numel
+    return tensor.data_ptr(), (reach + 1) * element, reach + 1 == numel, tensor.detach()
 
 
 def _kind(tensor: torch.Tensor) -> str:
@@ -120,3 +140,19 @@ def _kind(tensor: torch.Tensor) -> str:
         return f"a tensor of layout {tensor.layout}"
     name = type(tensor).__name__
     return f"a {name} on {tensor.device}"
+
+
+def current_device() -> tuple[str, int] | None:
+    """Tell kind and index of the accelerator that torch works on; None when it has none."""
+    if not torch.accelerator.is_available():
+        return None
+    device = torch.accelerator.current_accelerator()
+    return None if device is None else (device.type, torch.accelerator.current_device_index())
+
+
+def xpu_uuid(index: int) -> bytes | None:
+    """Tell the UUID of one of torch's XPU devices; None where this torch has no XPU or does not say."""
+    if not torch.xpu.is_available():
+        return None
+    uuid = getattr(torch.xpu.get_device_properties(index), "uuid", None)
+    return None if uuid is None else bytes(uuid.bytes)

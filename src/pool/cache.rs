@@ -9,10 +9,13 @@ use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use super::{Inner, Record, Slot};
+use super::inner::Inner;
+use super::record::{Record, Slot};
 use crate::error::{Error, Result};
 
 const SHARDS: usize = 16;
+/// Lists for so many lengths are kept when they run empty.
+const KEPT_LISTS: usize = 256;
 
 /// A shard's share in its pool. Blocks hold the lease of the shard that they were taken through, which keeps the pool
 /// alive without a reference count that all threads write. The shard itself holds it until the pool is closed.
@@ -38,7 +41,7 @@ struct Shard(Mutex<Cache>);
 
 #[derive(Debug, Default)]
 struct Cache {
-    /// Lists stay when they run empty, so that a steady loop neither allocates nor rebalances.
+    /// Lists stay when they run empty, so that a steady loop neither allocates nor rebalances; but not too many.
     by_len: BTreeMap<usize, Vec<Arc<Record>>>,
     counters: Counters,
     /// `None` before the pool opens and after it is closed.
@@ -92,7 +95,7 @@ impl ShardedCache {
     pub(super) fn lease(&self, record: Arc<Record>, requested: usize) -> std::result::Result<Slot, Arc<Record>> {
         let mut cache = own(&self.shards).lock();
         let Some(lease) = cache.lease.clone() else { return Err(record) };
-        record.live.store(true, Ordering::Relaxed);
+        record.take();
         cache.counters.misses += 1;
         cache.counters.take(&record, requested);
         Ok(Slot { record, lease })
@@ -155,8 +158,12 @@ impl Shard {
 impl Cache {
     fn take(&mut self, len: usize, requested: usize) -> Option<Slot> {
         let lease = self.lease.as_ref()?;
-        let record = self.by_len.get_mut(&len)?.pop()?;
-        record.live.store(true, Ordering::Relaxed);
+        let records = self.by_len.get_mut(&len)?;
+        let record = records.pop()?;
+        if records.is_empty() && self.by_len.len() > KEPT_LISTS {
+            self.by_len.remove(&len);
+        }
+        record.take();
         self.counters.take(&record, requested);
         self.counters.hits += 1;
         Some(Slot { record, lease: Arc::clone(lease) })

@@ -3,9 +3,8 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
-use super::Record;
+use super::record::Record;
 use crate::arena::Arena;
 use crate::pinned::Pinned;
 use crate::region::Pages;
@@ -18,12 +17,17 @@ pub(super) struct Store {
     blocks: BTreeMap<usize, Arc<Record>>,
     /// Blocks that came back with their pages unlocked.
     pub(super) unpinned: Vec<Arc<Record>>,
+    /// Regions that could not be given back yet: a driver still knows them, or somebody is about to look at them.
+    pub(super) lingering: Vec<Arc<Pinned>>,
     reserved: usize,
     peak_reserved: usize,
     leaked: usize,
     pages: Option<Pages>,
+    unregistered: Option<String>,
     /// Counts what waiting callers wait for.
     pub(super) returns: u64,
+    /// Threads that are giving memory back at this moment.
+    pub(super) releasing: usize,
 }
 
 impl Store {
@@ -64,6 +68,9 @@ impl Store {
 
     fn add(&mut self, pinned: Pinned) {
         self.pages = Some(pinned.region().pages());
+        if let Some(refusal) = pinned.refusal() {
+            self.unregistered = Some(refusal.to_string());
+        }
         self.regions.insert(pinned.region().address(), Arc::new(pinned));
     }
 
@@ -95,11 +102,11 @@ impl Store {
         idle.into_iter().filter_map(|address| self.regions.remove(&address)).collect()
     }
 
-    /// The live block that holds this address, and its region.
-    pub(super) fn find_live(&self, address: usize) -> Option<(Arc<Record>, Arc<Pinned>)> {
+    /// The block that holds this address, live or not, and its region.
+    pub(super) fn find_block(&self, address: usize) -> Option<(Arc<Record>, Arc<Pinned>)> {
         let (_, record) = self.blocks.range(..=address).next_back()?;
-        let holds = address < record.address + record.len && record.live.load(Ordering::Relaxed);
-        holds.then(|| self.region_of(record)).flatten().map(|region| (Arc::clone(record), region))
+        let region = self.region_of(record)?;
+        record.range().contains(&address).then(|| (Arc::clone(record), region))
     }
 
     /// The region that a block was cut from.
@@ -132,19 +139,40 @@ impl Store {
         self.arena.span_bytes()
     }
 
-    /// Bytes of all regions that are locked, blocks that were unlocked since included.
+    /// Bytes of all regions that are locked, leaked ones and blocks that were unlocked since included.
     pub(super) fn locked_bytes(&self) -> usize {
-        self.regions.values().filter(|pinned| pinned.is_locked()).map(|pinned| pinned.region().len()).sum()
+        let locked = self.regions.values().filter(|pinned| pinned.is_locked()).map(|pinned| pinned.region().len());
+        locked.sum::<usize>() + self.leaked
     }
 
     /// Bytes of blocks, live or back, whose pages were unlocked.
     pub(super) fn unpinned_bytes(&self) -> usize {
-        let unpinned = |record: &&Arc<Record>| record.unpinned.load(Ordering::Relaxed);
-        self.blocks.values().filter(unpinned).map(|record| record.len).sum()
+        self.blocks.values().filter(|record| record.is_unpinned()).map(|record| record.len).sum()
     }
 
-    /// Bytes of blocks that came back unlocked.
+    /// Bytes that are idle and cannot be reused yet.
     pub(super) fn pending_bytes(&self) -> usize {
-        self.unpinned.iter().map(|record| record.len).sum()
+        let unpinned: usize = self.unpinned.iter().map(|record| record.len).sum();
+        let lingering: usize = self.lingering.iter().map(|pinned| pinned.region().len()).sum();
+        unpinned + lingering
+    }
+
+    /// Bytes that are idle and can be reused, when so many are handed out.
+    pub(super) fn cached_bytes(&self, allocated: usize) -> usize {
+        self.reserved.saturating_sub(allocated + self.pending_bytes() + self.leaked)
+    }
+
+    /// Bytes that are registered with each device.
+    pub(super) fn registered_bytes(&self) -> BTreeMap<String, usize> {
+        let mut bytes = BTreeMap::new();
+        for (device, len) in self.regions.values().flat_map(|pinned| pinned.registered()) {
+            *bytes.entry(device.to_string()).or_default() += len;
+        }
+        bytes
+    }
+
+    /// Why the newest region that is not registered is not.
+    pub(super) fn unregistered(&self) -> Option<&str> {
+        self.unregistered.as_deref()
     }
 }

@@ -84,7 +84,12 @@ fn name_of(dtype: &Bound<'_, PyAny>) -> PyResult<String> {
         return Ok(name.to_str()?.to_owned());
     }
     if let Ok(class) = dtype.cast::<PyType>() {
-        return Ok(class.name()?.to_str()?.to_owned()); // numpy.float32 and its like
+        let name = class.name()?.to_str()?.to_owned(); // numpy.float32 and its like
+        if matches!(name.as_str(), "float" | "int" | "complex") {
+            let reason = format!("invalid dtype: {name} has no one size; say \"{name}64\" or another");
+            return Err(PyValueError::new_err(reason));
+        }
+        return Ok(name);
     }
     if let Ok(name) = dtype.getattr("name") {
         if !dtype.getattr("isnative").and_then(|native| native.extract()).unwrap_or(true) {

@@ -5,14 +5,14 @@ use std::ffi::{CStr, c_int, c_void};
 use std::ptr::{NonNull, null_mut};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use pyo3::exceptions::{PyBufferError, PyTypeError, PyValueError};
+use pyo3::exceptions::{PyBufferError, PyValueError};
 use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::{PyCapsule, PyTuple};
 
 use super::argument::Layout;
 use crate::block::Block;
-use crate::dlpack::{self, ElementType, ManagedTensor, ManagedTensorVersioned};
+use crate::dlpack::{self, ELEMENT_TYPES, ElementType, ManagedTensor, ManagedTensorVersioned};
 
 const VERSIONED: &CStr = c"dltensor_versioned";
 const LEGACY: &CStr = c"dltensor";
@@ -44,9 +44,9 @@ impl PinnedArray {
         self.slot().clone().ok_or_else(|| PyValueError::new_err("the array was released"))
     }
 
-    /// First byte and number of bytes.
-    pub(super) fn extent(&self) -> PyResult<(usize, usize)> {
-        Ok((self.block()?.as_ptr() as usize, self.nbytes))
+    /// First byte and number of bytes: none of a released array.
+    pub(super) fn extent(&self) -> (usize, usize) {
+        self.slot().as_ref().map_or((0, 0), |block| (block.as_ptr() as usize, self.nbytes))
     }
 }
 
@@ -102,6 +102,8 @@ impl PinnedArray {
     }
 
     unsafe fn __getbuffer__(slf: Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
+        // SAFETY: the interpreter hands out a view to fill; an error must leave it without an owner.
+        unsafe { (*view).obj = null_mut() };
         let array = slf.get();
         let wants = |flag: c_int| flags & flag == flag;
         if wants(ffi::PyBUF_F_CONTIGUOUS) && array.shape.len() > 1 {
@@ -141,10 +143,6 @@ impl PinnedArray {
         drop(unsafe { Box::from_raw((*view).internal.cast::<Export>()) });
     }
 
-    fn __len__(&self) -> PyResult<usize> {
-        self.shape.first().map_or_else(|| Err(PyTypeError::new_err("len() of a 0-dim array")), |&len| Ok(len as usize))
-    }
-
     fn __repr__(&self) -> String {
         let state = if self.released() { ", released" } else { "" };
         format!("PinnedArray(shape={:?}, dtype={:?}, nbytes={}{state})", self.shape, self.element.name, self.nbytes)
@@ -179,6 +177,12 @@ impl PinnedArray {
     #[getter]
     fn released(&self) -> bool {
         self.slot().is_none()
+    }
+
+    /// The same memory as one dimension of bytes.
+    fn _bytes(&self) -> PyResult<Self> {
+        let block = Mutex::new(Some(self.block()?));
+        Ok(Self { block, shape: Box::new([self.nbytes as i64]), element: &ELEMENT_TYPES[0], nbytes: self.nbytes })
     }
 
     /// Lets go of the memory now. It returns to the pool with the last tensor or view made from it. A second call

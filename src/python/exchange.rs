@@ -28,13 +28,14 @@ struct Table {
     previous: *const c_void,
     allocate: *const c_void,
     export: *const c_void,
-    import: unsafe extern "C" fn(*mut ManagedTensorVersioned, *mut *mut c_void) -> c_int,
+    import: Option<unsafe extern "C" fn(*mut ManagedTensorVersioned, *mut *mut c_void) -> c_int>,
     look: Option<unsafe extern "C" fn(*mut c_void, *mut Tensor) -> c_int>,
     current_stream: *const c_void,
 }
 
 struct ExchangeApi {
     table: &'static Table,
+    import: unsafe extern "C" fn(*mut ManagedTensorVersioned, *mut *mut c_void) -> c_int,
     /// The exact types whose objects `look` may be asked about: subclasses may mean something else by their data.
     types: Vec<Py<PyType>>,
 }
@@ -56,10 +57,8 @@ pub(crate) fn use_exchange_api(py: Python<'_>, types: Vec<Bound<'_, PyType>>) ->
     let Ok(pointer) = capsule.pointer_checked(Some(CAPSULE_NAME)) else { return false };
     // SAFETY: a capsule of this name holds a table that lives as long as the process (DLPack 1.3).
     let table = unsafe { pointer.cast::<Table>().as_ref() };
-    if table.version[0] != MAJOR_VERSION {
-        return false;
-    }
-    API.get_or_init(py, || ExchangeApi { table, types: types.into_iter().map(Bound::unbind).collect() });
+    let Some(import) = table.import.filter(|_| table.version[0] == MAJOR_VERSION) else { return false };
+    API.get_or_init(py, || ExchangeApi { table, import, types: types.into_iter().map(Bound::unbind).collect() });
     true
 }
 
@@ -87,7 +86,7 @@ fn import<'py>(py: Python<'py>, api: &ExchangeApi, block: Block, layout: &Layout
     let tensor = dlpack::export_versioned(block, data, &layout.shape, layout.element);
     let mut object = std::ptr::null_mut();
     // SAFETY: attached, the tensor is whole, and `object` is ours to be written.
-    if unsafe { (api.table.import)(tensor, &raw mut object) } == 0 {
+    if unsafe { (api.import)(tensor, &raw mut object) } == 0 {
         // SAFETY: success hands over one reference.
         return unsafe { Bound::from_owned_ptr_or_err(py, object.cast()) };
     }

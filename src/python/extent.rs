@@ -13,6 +13,9 @@ use super::array::PinnedArray;
 use super::exchange;
 use crate::dlpack::{ManagedTensor, ManagedTensorVersioned, Tensor};
 
+/// DLPack's kinds of host memory: plain, pinned by CUDA, pinned by ROCm.
+const HOST_KINDS: [i32; 3] = [1, 3, 11];
+
 /// The bytes of an array from the first to the last.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Span {
@@ -48,7 +51,6 @@ impl Span {
     /// # Safety
     /// The tensor and what it points to are alive.
     pub(super) unsafe fn of_tensor(tensor: &Tensor) -> Option<Self> {
-        const HOST_KINDS: [i32; 3] = [1, 3, 11]; // plain, pinned by CUDA, pinned by ROCm
         let bits = i64::from(tensor.dtype.bits) * i64::from(tensor.dtype.lanes);
         if !HOST_KINDS.contains(&tensor.device.kind) || bits % 8 != 0 {
             return None;
@@ -105,7 +107,7 @@ pub(super) fn span_of(obj: &Bound<'_, PyAny>) -> PyResult<Option<Span>> {
 impl Extent {
     /// The bytes of an object that are to be pinned, and a hold on them.
     pub(super) fn of(obj: &Bound<'_, PyAny>) -> PyResult<Self> {
-        let extent = match quick_span(obj)? {
+        let extent = match simple_span(obj)? {
             Some(span) => Self { span, owner: Owner::Object(obj.clone().unbind()) },
             None => match find(obj)? {
                 Found::Memory(extent) => extent,
@@ -124,11 +126,16 @@ impl Extent {
 
 /// The cases that need no import and no call into Python.
 fn quick_span(obj: &Bound<'_, PyAny>) -> PyResult<Option<Span>> {
-    if let Some(span) = exchange::look(obj) {
-        return Ok(Some(span));
+    match exchange::look(obj) {
+        Some(span) => Ok(Some(span)),
+        None => simple_span(obj),
     }
+}
+
+/// Objects that are only a range.
+fn simple_span(obj: &Bound<'_, PyAny>) -> PyResult<Option<Span>> {
     if let Ok(array) = obj.cast::<PinnedArray>() {
-        let (address, len) = array.get().extent()?;
+        let (address, len) = array.get().extent();
         return Ok(Some(Span::solid(address, len)));
     }
     match obj.cast::<PyTuple>() {
@@ -146,8 +153,8 @@ fn find(obj: &Bound<'_, PyAny>) -> PyResult<Found> {
         return Ok(Found::NoMemory(why));
     }
     if !tensor.is_none() {
-        let (address, len, dense) = tensor.extract()?;
-        let owner = Owner::Object(obj.clone().unbind());
+        let (address, len, dense, owner) = tensor.extract()?;
+        let owner = Owner::Object(owner);
         return Ok(Found::Memory(Extent { span: Span { address, len, dense }, owner }));
     }
     // SAFETY: attached, and `obj` is an object.
@@ -156,7 +163,7 @@ fn find(obj: &Bound<'_, PyAny>) -> PyResult<Found> {
         let span = view.span().ok_or_else(|| PyBufferError::new_err("the buffer's strides make no sense"))?;
         return Ok(Found::Memory(Extent { span, owner: Owner::Buffer(view) }));
     }
-    if obj.hasattr("__dlpack__")? {
+    if obj.hasattr("__dlpack__")? && obj.hasattr("__dlpack_device__")? {
         return find_exported(obj);
     }
     let class = obj.get_type().fully_qualified_name()?;
@@ -168,6 +175,12 @@ fn find(obj: &Bound<'_, PyAny>) -> PyResult<Found> {
 
 /// Looks into the capsule that an object exports. Unconsumed, the capsule keeps the memory alive.
 fn find_exported(obj: &Bound<'_, PyAny>) -> PyResult<Found> {
+    let class = obj.get_type().fully_qualified_name()?;
+    let elsewhere = || Found::NoMemory(format!("{class}: it is not in host memory"));
+    let (kind, _): (i32, i32) = obj.call_method0("__dlpack_device__")?.extract()?;
+    if !HOST_KINDS.contains(&kind) {
+        return Ok(elsewhere());
+    }
     let exported = obj.call_method0("__dlpack__")?;
     let capsule = exported.cast::<PyCapsule>()?;
     let pointer = |name: &'static CStr| capsule.pointer_checked(Some(name)).ok();
@@ -186,7 +199,7 @@ fn find_exported(obj: &Bound<'_, PyAny>) -> PyResult<Found> {
     };
     Ok(match span {
         Some(span) => Found::Memory(Extent { span, owner: Owner::Object(exported.unbind()) }),
-        None => Found::NoMemory(format!("{}: it is not in host memory", obj.get_type().fully_qualified_name()?)),
+        None => elsewhere(),
     })
 }
 

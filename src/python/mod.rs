@@ -2,6 +2,7 @@
 
 mod argument;
 mod array;
+mod devices;
 mod exchange;
 mod extent;
 mod pool;
@@ -23,6 +24,18 @@ pyo3::create_exception!(
 );
 pyo3::create_exception!(
     pinpool,
+    DriverUnavailableError,
+    PinpoolError,
+    "A driver, or the device that was asked for, cannot be used: attribute absent says whether there is none at all."
+);
+pyo3::create_exception!(
+    pinpool,
+    DriverError,
+    PinpoolError,
+    "A driver refused a call: attributes driver, call, code, code_name, device, bytes."
+);
+pyo3::create_exception!(
+    pinpool,
     OutOfPinnedMemoryError,
     PinpoolError,
     "The pool's budget is used up: attributes wanted, limit, allocated, cached, pending, in bytes."
@@ -33,13 +46,15 @@ mod _pinpool {
     #[pymodule_export]
     use super::array::PinnedArray;
     #[pymodule_export]
+    use super::devices::{current_device, find_devices};
+    #[pymodule_export]
     use super::exchange::{torch_empty, use_exchange_api};
     #[pymodule_export]
     use super::pool::{PinnedPool, unpin};
     #[pymodule_export]
-    use super::registration::{Registration, is_pinned, register};
+    use super::registration::{Registration, is_pinned, is_registered, register};
     #[pymodule_export]
-    use super::{MemlockLimitError, OutOfPinnedMemoryError, PinpoolError};
+    use super::{DriverError, DriverUnavailableError, MemlockLimitError, OutOfPinnedMemoryError, PinpoolError};
     use pyo3::prelude::*;
 
     #[pymodule_init]
@@ -71,19 +86,34 @@ impl From<Error> for PyErr {
                     ("pending", pending),
                 ],
             ),
+            Error::DriverUnavailable { absent, .. } => {
+                with_attributes(DriverUnavailableError::new_err(text), |value| value.setattr("absent", absent))
+            }
+            Error::Driver { driver, call, code, code_name, device, bytes, .. } => {
+                let device = device.map(|device| device.to_string());
+                with_attributes(DriverError::new_err(text), |value| {
+                    value.setattr("driver", driver)?;
+                    value.setattr("call", call)?;
+                    value.setattr("code", code)?;
+                    value.setattr("code_name", code_name)?;
+                    value.setattr("device", device)?;
+                    value.setattr("bytes", bytes)
+                })
+            }
             Error::Overlap { .. } | Error::Invalid { .. } | Error::Closed => PyValueError::new_err(text),
             Error::Unsupported { .. } | Error::Forked | Error::Interrupted => PinpoolError::new_err(text),
         }
     }
 }
 
-/// Gives the exception its numbers as attributes.
+/// Gives an exception its numbers as attributes.
 fn with_numbers(error: PyErr, numbers: &[(&str, usize)]) -> PyErr {
-    Python::attach(|py| {
-        let value = error.value(py);
-        let set = numbers.iter().try_for_each(|&(name, number)| value.setattr(name, number));
-        set.err().unwrap_or(error)
-    })
+    with_attributes(error, |value| numbers.iter().try_for_each(|&(name, number)| value.setattr(name, number)))
+}
+
+/// Lets `set` give an exception its attributes.
+fn with_attributes(error: PyErr, set: impl FnOnce(&Bound<'_, PyAny>) -> PyResult<()>) -> PyErr {
+    Python::attach(|py| set(error.value(py)).err().unwrap_or(error))
 }
 
 /// Runs a long call without the interpreter. The call may ask, between its steps, whether a signal handler or the

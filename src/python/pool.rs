@@ -1,26 +1,29 @@
 //! `PinnedPool`.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
-use pyo3::types::PyDict;
+use pyo3::types::{PyDict, PyString};
 
 use super::argument::{Layout, byte_count, timeout as parse_timeout};
 use super::array::PinnedArray;
 use super::extent::{Span, span_of};
-use super::registration::{Registration, is_pinned};
-use super::{PinpoolError, detached};
+use super::registration::{Registration, is_pinned, is_registered};
+use super::{PinpoolError, detached, devices};
 use crate::block::Block;
+use crate::driver::Device;
 use crate::pool::{Pool, PoolOptions};
 use crate::region::{Pages, RegionOptions};
-use crate::registry::shared::global;
 
 /// A pool of pinned host memory: exact sizes, instant reuse, a hard budget.
 #[pyclass(frozen, weakref, module = "pinpool")]
 #[derive(Debug)]
 pub(crate) struct PinnedPool {
     pool: Pool,
+    /// Why there is no device, where register="try" let that pass.
+    unregistered: Option<String>,
 }
 
 impl PinnedPool {
@@ -42,20 +45,18 @@ impl PinnedPool {
 impl PinnedPool {
     #[new]
     #[pyo3(
-        signature = (devices=Some("auto"), *, max_bytes=None, pages="auto", numa=None, threads=None),
-        text_signature = "(devices='auto', *, max_bytes=None, pages='auto', numa=None, threads=None)"
+        signature = (devices=Devices::Auto, *, max_bytes=None, register="require", pages="auto", numa=None, threads=None),
+        text_signature = "(devices='auto', *, max_bytes=None, register='require', pages='auto', numa=None, threads=None)"
     )]
     fn new(
-        devices: Option<&str>,
+        py: Python<'_>,
+        devices: Devices<'_>,
         max_bytes: Option<&Bound<'_, PyAny>>,
+        register: &str,
         pages: &str,
         numa: Option<i64>,
         threads: Option<i64>,
     ) -> PyResult<Self> {
-        if let Some(device) = devices.filter(|&device| device != "auto" && device != "host") {
-            let reason = format!("devices={device:?}: this version locks memory and registers it with no driver yet");
-            return Err(PinpoolError::new_err(reason));
-        }
         let max_bytes = max_bytes.map(|bytes| byte_count(bytes, "max_bytes")).transpose()?;
         let region = RegionOptions {
             pages: Pages::from_name(pages)?,
@@ -63,7 +64,10 @@ impl PinnedPool {
             threads: threads.map(|count| at_least(count, 1, "threads")).transpose()?.map(|count| count as usize),
             lock: true,
         };
-        Ok(Self { pool: Pool::new(PoolOptions { max_bytes, region })? })
+        let (devices, unregistered) = devices.open(py, register)?;
+        let options = PoolOptions { max_bytes, region, devices, register_if_possible: register == "try" };
+        let pool = py.detach(|| Pool::new(options))?;
+        Ok(Self { pool, unregistered })
     }
 
     /// Takes an array that holds whatever its memory held before.
@@ -105,10 +109,15 @@ impl PinnedPool {
         self.array(py, Layout::like(obj)?, timeout)
     }
 
-    /// Pins memory that its caller owns, in place.
-    #[allow(clippy::unused_self)] // later a pool knows devices to register with
+    /// Pins memory that its caller owns, in place, and registers it with the pool's devices.
     fn register(&self, py: Python<'_>, obj: &Bound<'_, PyAny>) -> PyResult<Registration> {
-        Registration::new(py, obj)
+        Registration::new(py, obj, &self.pool.options().registering())
+    }
+
+    /// Whether all bytes of an object are registered with a device, by whatever pool or registration.
+    #[allow(clippy::unused_self)] // there is one truth a process
+    fn is_registered(&self, obj: &Bound<'_, PyAny>, device: &Bound<'_, PyAny>) -> PyResult<bool> {
+        is_registered(obj, device)
     }
 
     /// Whether all bytes of an object are pinned, by whatever pool or registration.
@@ -154,7 +163,9 @@ impl PinnedPool {
         ];
         let dict = PyDict::new(py);
         numbers.iter().try_for_each(|(name, number)| dict.set_item(name, number))?;
-        dict.set_item("registered_bytes", PyDict::new(py))?;
+        dict.set_item("registered_bytes", stats.registered_bytes)?;
+        dict.set_item("unregistered", stats.unregistered.or_else(|| self.unregistered.clone()))?;
+        dict.set_item("process_leaked_bytes", crate::pinned::leaked_bytes())?;
         dict.set_item("pages", stats.pages.name())?;
         dict.set_item("os_calls", crate::memory_calls())?;
         Ok(dict)
@@ -220,15 +231,58 @@ fn reporter(progress: &Bound<'_, PyAny>, nbytes: usize) -> PyResult<Option<Py<Py
     Ok(Some(reporter.unbind()))
 }
 
+/// The devices that a caller asks for.
+enum Devices<'py> {
+    /// The default.
+    Auto,
+    Given(Bound<'py, PyAny>),
+}
+
+impl<'py> FromPyObject<'_, 'py> for Devices<'py> {
+    type Error = PyErr;
+
+    fn extract(devices: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
+        Ok(Self::Given(devices.to_owned()))
+    }
+}
+
+impl<'py> Devices<'py> {
+    /// Opens them, as far as `register` wants it; with "try", the text is why none is open.
+    fn open(&self, py: Python<'py>, register: &str) -> PyResult<(Vec<Arc<dyn Device>>, Option<String>)> {
+        let given = match self {
+            Self::Auto => PyString::new(py, "auto").into_any(),
+            Self::Given(devices) => devices.clone(),
+        };
+        match register {
+            "off" => Ok((Vec::new(), None)),
+            "require" => Ok((devices::open(&given)?, None)),
+            "try" => match devices::open(&given) {
+                Ok(devices) => Ok((devices, None)),
+                Err(error) if error.is_instance_of::<PinpoolError>(py) => Ok((Vec::new(), Some(error.to_string()))),
+                Err(error) => Err(error),
+            },
+            other => {
+                let reason = format!("invalid register: {other:?} is none of \"require\", \"try\", \"off\"");
+                Err(PyValueError::new_err(reason))
+            }
+        }
+    }
+}
+
+/// Closing a pool takes long when it has much to give back: not with the interpreter.
+impl Drop for PinnedPool {
+    fn drop(&mut self) {
+        let pool = &self.pool;
+        // What the system refuses is counted as leaked.
+        let _ = Python::try_attach(|py| py.detach(|| pool.close()));
+    }
+}
+
 /// Unlocks the pool block that holds an object now; its memory stays valid until the last alias is gone.
 ///
 /// False: no pool block, or unlocked before. ValueError for memory that a Registration pins.
 #[pyfunction]
 pub(crate) fn unpin(py: Python<'_>, obj: &Bound<'_, PyAny>) -> PyResult<bool> {
     let Some(Span { address, .. }) = span_of(obj)?.filter(|span| span.len > 0) else { return Ok(false) };
-    let adopted = global().read(|registry| registry.find(address)).is_some_and(|(_, adopted)| adopted);
-    if adopted {
-        return Err(PyValueError::new_err("a Registration pins this memory; close() the Registration instead"));
-    }
     Ok(py.detach(|| crate::pool::unpin(address))?)
 }

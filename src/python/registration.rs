@@ -7,15 +7,20 @@ use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::prelude::*;
 
 use super::extent::{Extent, Owner, Span, span_of};
+use super::{detached, devices};
+use crate::driver::Registering;
 use crate::pinned::Adopted;
-use crate::registry::shared::is_pinned as range_is_pinned;
+use crate::registry::shared::{is_pinned as range_is_pinned, is_registered as range_is_registered};
 
 /// Memory that its caller owns, pinned in place until `close()`. It keeps the object alive. Also a context manager.
 #[pyclass(frozen, weakref, module = "pinpool")]
 pub(crate) struct Registration {
     address: usize,
     nbytes: usize,
+    unregistered: Option<String>,
     held: Mutex<Option<Held>>,
+    /// Held while the memory is being unpinned, and never together with a call into Python.
+    closing: Mutex<()>,
 }
 
 /// The lock on the pages, and what keeps them where they are: in that order, because that is the order of the end.
@@ -25,17 +30,47 @@ struct Held {
 }
 
 impl Registration {
-    pub(super) fn new(py: Python<'_>, obj: &Bound<'_, PyAny>) -> PyResult<Self> {
-        let Extent { span, owner } = Extent::of(obj)?;
-        let Span { address, len: nbytes, .. } = span;
-        // SAFETY: the owner keeps the memory mapped, and lives as long as what is adopted here. For a bare pair of
-        // address and length, that is the caller's promise.
-        let adopted = py.detach(|| unsafe { Adopted::adopt(address, nbytes) })?;
-        Ok(Self { address, nbytes, held: Mutex::new(Some(Held { adopted, owner: Some(owner) })) })
+    /// Pins the bytes of an object, and registers them as the pool does.
+    pub(super) fn new(py: Python<'_>, obj: &Bound<'_, PyAny>, registering: &Registering<'_>) -> PyResult<Self> {
+        let Extent { span: Span { address, len: nbytes, .. }, owner } = Extent::of(obj)?;
+        let mut owner = Some(owner);
+        let mut stuck = false;
+        let adopted = detached(
+            py,
+            |_, _, _| Ok(()),
+            |progress| {
+                // SAFETY: the owner keeps the memory mapped, and lives as long as what is adopted here. For a bare pair of
+                // address and length, that is the caller's promise.
+                unsafe { Adopted::adopt(address, nbytes, registering, progress) }.map_err(|refused| {
+                    stuck = refused.stuck;
+                    refused.error
+                })
+            },
+        );
+        if stuck {
+            std::mem::forget(owner.take()); // a driver may still map it
+        }
+        let held = Held { adopted: adopted?, owner };
+        let unregistered = held.adopted.refusal().map(ToString::to_string);
+        let closing = Mutex::new(());
+        Ok(Self { address, nbytes, unregistered, held: Mutex::new(Some(held)), closing })
     }
 
     fn held(&self) -> MutexGuard<'_, Option<Held>> {
         self.held.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Ends what is held, without the interpreter. A second thread waits for the first.
+    fn end(&self) -> crate::Result<Option<Held>> {
+        let _turn = self.closing.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(mut held) = self.held().take() else { return Ok(None) };
+        match held.adopted.release() {
+            Ok(()) => Ok(Some(held)),
+            Err(error) => {
+                *self.held() = Some(held);
+                Err(error)
+            }
+        }
     }
 }
 
@@ -43,14 +78,18 @@ impl Registration {
 impl Registration {
     /// Unpins the memory now, and lets go of the object. A second call does nothing.
     ///
-    /// OSError where the kernel refuses: the memory is still pinned then, and `close()` may be called again.
+    /// OSError or DriverError where that is refused: the memory is still pinned then, and `close()` may be called
+    /// again.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
-        let Some(mut held) = self.held().take() else { return Ok(()) };
-        if let Err(error) = py.detach(|| held.adopted.release()) {
-            *self.held() = Some(held);
-            return Err(error.into());
-        }
+        let ended = py.detach(|| self.end())?;
+        drop(ended); // attached again: this lets go of the object
         Ok(())
+    }
+
+    /// Why the memory is not registered with the pool's devices, where register="try" let that pass.
+    #[getter]
+    fn unregistered(&self) -> Option<&str> {
+        self.unregistered.as_deref()
     }
 
     /// Whether `close` was called.
@@ -101,15 +140,18 @@ impl Registration {
     }
 
     fn __clear__(&self) {
-        drop(self.held().take());
+        let held = self.held().take();
+        drop(held); // after the lock: what the owner's end runs may ask this object something
     }
 }
 
 impl Drop for Held {
     fn drop(&mut self) {
-        if self.adopted.release().is_err() {
-            // The pages stay locked, so their owner stays, too.
-            std::mem::forget(self.owner.take());
+        // Without the interpreter where there is one: unlocking a large range takes long.
+        let adopted = &mut self.adopted;
+        let released = Python::try_attach(|py| py.detach(|| adopted.release())).unwrap_or(Ok(()));
+        if released.is_err() || !self.adopted.is_forgotten() {
+            std::mem::forget(self.owner.take()); // the pages stay locked or mapped, so their owner stays, too
         }
     }
 }
@@ -117,7 +159,7 @@ impl Drop for Held {
 /// Pins memory that its caller owns, in place. See `PinnedPool.register`.
 #[pyfunction]
 pub(crate) fn register(py: Python<'_>, obj: &Bound<'_, PyAny>) -> PyResult<Registration> {
-    Registration::new(py, obj)
+    Registration::new(py, obj, &Registering::NONE)
 }
 
 /// Whether all bytes of a tensor, an array, a buffer or an (address, nbytes) pair lie in one pinned range.
@@ -127,4 +169,12 @@ pub(crate) fn register(py: Python<'_>, obj: &Bound<'_, PyAny>) -> PyResult<Regis
 #[pyfunction]
 pub(crate) fn is_pinned(obj: &Bound<'_, PyAny>) -> PyResult<bool> {
     Ok(span_of(obj)?.is_some_and(|span| range_is_pinned(span.address, span.len)))
+}
+
+/// Whether all bytes of an object are registered with a device ("cuda:0", "xpu:1", or an object with `.type` and
+/// `.index`), or with one whose registrations serve it. Asks no driver.
+#[pyfunction]
+pub(crate) fn is_registered(obj: &Bound<'_, PyAny>, device: &Bound<'_, PyAny>) -> PyResult<bool> {
+    let (kind, ordinal) = devices::name(device)?;
+    Ok(span_of(obj)?.is_some_and(|span| range_is_registered(span.address, span.len, &kind, ordinal)))
 }

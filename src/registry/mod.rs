@@ -5,11 +5,14 @@
 //! Only a pinned entry counts as pinned. Ranges never overlap, but two adopted neighbours may share a page, and page
 //! locks do not nest in the kernel: so the pages at the two ends of adopted ranges are counted here, and an entry
 //! that leaves is told which pages are nobody else's.
+//!
+//! Each entry carries a note of its owner's, which the registry only keeps.
 
 pub mod shared;
 
 use std::collections::BTreeMap;
 use std::ops::Range;
+use std::sync::Arc;
 
 use crate::error::{Error, Result};
 
@@ -28,7 +31,7 @@ enum State {
 }
 
 #[derive(Debug)]
-struct Entry {
+struct Entry<T> {
     end: usize,
     generation: u64,
     state: State,
@@ -38,6 +41,18 @@ struct Entry {
     adopted: bool,
     /// Pages that this entry alone is unlocking: set while it leaves.
     unlocking: Range<usize>,
+    note: Option<Arc<T>>,
+}
+
+/// A pinned entry, as it is found.
+#[derive(Debug)]
+pub struct Found<'a, T> {
+    /// First byte and end.
+    pub range: Range<usize>,
+    /// Whether the caller owns the memory.
+    pub adopted: bool,
+    /// What its owner noted.
+    pub note: Option<&'a Arc<T>>,
 }
 
 /// What [`Registry::adopt`] answers.
@@ -53,15 +68,15 @@ pub enum Adoption {
 
 /// Pinned ranges. Addresses are bytes, ends are exclusive.
 #[derive(Debug)]
-pub struct Registry {
+pub struct Registry<T> {
     page: usize,
-    entries: BTreeMap<usize, Entry>,
+    entries: BTreeMap<usize, Entry<T>>,
     /// How many adopted entries hold the page, for the pages at the ends of adopted ranges. Zero: being unlocked.
     edge_pages: BTreeMap<usize, usize>,
     next_generation: u64,
 }
 
-impl Registry {
+impl<T> Registry<T> {
     /// An empty registry for pages of this size.
     pub fn new(page: usize) -> Self {
         Self { page, entries: BTreeMap::new(), edge_pages: BTreeMap::new(), next_generation: 1 }
@@ -71,9 +86,30 @@ impl Registry {
     ///
     /// # Errors
     /// `Overlap` where a range that was adopted was unmapped by its owner, and the kernel has given us its addresses.
-    pub fn insert(&mut self, range: Range<usize>) -> Result<Key> {
+    pub fn insert(&mut self, range: Range<usize>, note: Arc<T>) -> Result<Key> {
         self.check_overlap(&range)?;
-        Ok(self.add(range, State::Pinned, false))
+        Ok(self.add(range, State::Pinned, false, Some(note)))
+    }
+
+    /// Forgets adopted entries in a range whose owners have unmapped it, where their notes let them go.
+    pub fn bury(&mut self, range: &Range<usize>, may_go: impl Fn(&T) -> bool) {
+        let overlaps = |start: usize, entry: &Entry<T>| start < range.end && range.start < entry.end;
+        let dead: Vec<Key> = self
+            .entries
+            .range(..range.end)
+            .rev()
+            .take_while(|(start, entry)| overlaps(**start, entry))
+            .filter(|(_, entry)| entry.adopted && entry.state == State::Pinned)
+            .filter(|(_, entry)| entry.note.as_ref().is_none_or(|note| may_go(note)))
+            .map(|(&start, entry)| Key { start, generation: entry.generation })
+            .collect();
+        for key in dead {
+            if let Some(entry) = self.get_mut(key) {
+                entry.users = 1;
+            }
+            self.retire(key); // its pages are not the owner's to unlock any more
+            self.remove(key);
+        }
     }
 
     /// Starts to adopt a range of the caller's memory.
@@ -99,13 +135,14 @@ impl Registry {
         for page in edges {
             *self.edge_pages.entry(page).or_insert(0) += 1;
         }
-        Ok(Adoption::Arriving(self.add(range, State::Arriving, true)))
+        Ok(Adoption::Arriving(self.add(range, State::Arriving, true, None)))
     }
 
     /// The pages of an arriving entry are locked now: it is pinned.
-    pub fn publish(&mut self, key: Key) {
+    pub fn publish(&mut self, key: Key, note: Arc<T>) {
         if let Some(entry) = self.get_mut(key) {
             entry.state = State::Pinned;
+            entry.note = Some(note);
         }
     }
 
@@ -141,7 +178,7 @@ impl Registry {
     /// Answers whether one owned entry held all of it.
     pub fn carve(&mut self, range: Range<usize>) -> bool {
         let Some((&start, entry)) = self.entries.range_mut(..=range.start).next_back() else { return false };
-        let (end, generation) = (entry.end, entry.generation);
+        let (end, generation, note) = (entry.end, entry.generation, entry.note.clone());
         if entry.adopted || end < range.end {
             return false;
         }
@@ -150,13 +187,13 @@ impl Registry {
             self.entries.remove(&start);
         }
         if range.end < end {
-            self.insert_piece(range.end..end, generation);
+            self.insert_piece(range.end..end, generation, note);
         }
         true
     }
 
     /// Puts back what [`carve`](Self::carve) took out of the entry of this key.
-    pub fn restore(&mut self, range: Range<usize>, key: Key) {
+    pub fn restore(&mut self, range: Range<usize>, key: Key, note: Arc<T>) {
         let Range { mut start, mut end } = range;
         if let Some((&left, entry)) = self.entries.range(..start).next_back()
             && entry.end == start
@@ -168,7 +205,7 @@ impl Registry {
         if self.entries.get(&end).is_some_and(|right| right.generation == key.generation) {
             end = self.entries.remove(&end).map_or(end, |right| right.end);
         }
-        self.insert_piece(start..end, key.generation);
+        self.insert_piece(start..end, key.generation, Some(note));
     }
 
     /// Forgets what is left of an owned entry that once was this range.
@@ -195,13 +232,14 @@ impl Registry {
     /// Whether one pinned entry holds all bytes from the first to the last. An empty range is not pinned.
     pub fn covers(&self, address: usize, len: usize) -> bool {
         let Some(end) = address.checked_add(len) else { return false };
-        len > 0 && self.find(address).is_some_and(|(range, _)| end <= range.end)
+        len > 0 && self.find(address).is_some_and(|found| end <= found.range.end)
     }
 
-    /// The pinned entry that holds this byte: its range, and whether the caller owns the memory.
-    pub fn find(&self, address: usize) -> Option<(Range<usize>, bool)> {
+    /// The pinned entry that holds this byte.
+    pub fn find(&self, address: usize) -> Option<Found<'_, T>> {
         let (&start, entry) = self.entries.range(..=address).next_back()?;
-        (entry.state == State::Pinned && address < entry.end).then_some((start..entry.end, entry.adopted))
+        let holds = entry.state == State::Pinned && address < entry.end;
+        holds.then(|| Found { range: start..entry.end, adopted: entry.adopted, note: entry.note.as_ref() })
     }
 
     /// Number of entries, whatever their state.
@@ -214,21 +252,21 @@ impl Registry {
         self.entries.is_empty()
     }
 
-    fn add(&mut self, range: Range<usize>, state: State, adopted: bool) -> Key {
+    fn add(&mut self, range: Range<usize>, state: State, adopted: bool, note: Option<Arc<T>>) -> Key {
         let generation = self.next_generation;
         self.next_generation += 1;
-        let entry = Entry { end: range.end, generation, state, users: 1, adopted, unlocking: 0..0 };
+        let entry = Entry { end: range.end, generation, state, users: 1, adopted, unlocking: 0..0, note };
         self.entries.insert(range.start, entry);
         Key { start: range.start, generation }
     }
 
-    fn insert_piece(&mut self, range: Range<usize>, generation: u64) {
+    fn insert_piece(&mut self, range: Range<usize>, generation: u64, note: Option<Arc<T>>) {
         let (state, unlocking) = (State::Pinned, 0..0);
-        let entry = Entry { end: range.end, generation, state, users: 1, adopted: false, unlocking };
+        let entry = Entry { end: range.end, generation, state, users: 1, adopted: false, unlocking, note };
         self.entries.insert(range.start, entry);
     }
 
-    fn get_mut(&mut self, key: Key) -> Option<&mut Entry> {
+    fn get_mut(&mut self, key: Key) -> Option<&mut Entry<T>> {
         self.entries.get_mut(&key.start).filter(|entry| entry.generation == key.generation)
     }
 
@@ -237,6 +275,7 @@ impl Registry {
             Some((&start, entry)) if entry.end > range.start => Err(Error::Overlap {
                 wanted: (range.start, range.end - range.start),
                 existing: (start, entry.end - start),
+                adopted: entry.adopted,
             }),
             _ => Ok(()),
         }
@@ -275,10 +314,10 @@ mod tests {
 
     const PAGE: usize = 16;
 
-    fn adopt(registry: &mut Registry, range: Range<usize>) -> Key {
+    fn adopt(registry: &mut Registry<()>, range: Range<usize>) -> Key {
         match registry.adopt(range).expect("no overlap") {
             Adoption::Arriving(key) => {
-                registry.publish(key);
+                registry.publish(key, Arc::default());
                 key
             }
             Adoption::Shared(key) => key,
@@ -288,9 +327,9 @@ mod tests {
 
     #[test]
     fn answers_are_about_the_whole_extent() {
-        let mut registry = Registry::new(PAGE);
-        registry.insert(160..320).expect("free");
-        registry.insert(320..480).expect("free");
+        let mut registry = Registry::<()>::new(PAGE);
+        registry.insert(160..320, Arc::default()).expect("free");
+        registry.insert(320..480, Arc::default()).expect("free");
         assert!(registry.covers(160, 160) && registry.covers(319, 1));
         for (address, len) in [(159, 1), (159, 2), (160, 161), (200, 0), (200, usize::MAX), (480, 1)] {
             assert!(!registry.covers(address, len), "{address}+{len}");
@@ -299,7 +338,7 @@ mod tests {
 
     #[test]
     fn neighbours_on_one_page_do_not_unlock_each_other() {
-        let mut registry = Registry::new(PAGE);
+        let mut registry = Registry::<()>::new(PAGE);
         let left = adopt(&mut registry, 3..40);
         let right = adopt(&mut registry, 40..100);
         assert_eq!(registry.retire(left), Some(0..32), "the page at 32 is the right one's too");
@@ -311,7 +350,7 @@ mod tests {
 
     #[test]
     fn a_page_that_is_being_unlocked_is_busy_until_its_entry_is_gone() {
-        let mut registry = Registry::new(PAGE);
+        let mut registry = Registry::<()>::new(PAGE);
         let left = adopt(&mut registry, 3..40);
         assert_eq!(registry.retire(left), Some(0..48));
         assert!(!registry.covers(3, 1));
@@ -323,7 +362,7 @@ mod tests {
 
     #[test]
     fn identical_ranges_are_counted_and_others_refused_by_name() {
-        let mut registry = Registry::new(PAGE);
+        let mut registry = Registry::<()>::new(PAGE);
         let key = adopt(&mut registry, 100..200);
         assert_eq!(registry.adopt(100..200).expect("the same"), Adoption::Shared(key));
         let refusal = registry.adopt(150..250).expect_err("overlaps").to_string();
@@ -336,14 +375,14 @@ mod tests {
     #[test]
     fn a_carved_block_is_not_pinned_until_it_is_restored() {
         for hole in [160..192, 224..256, 288..320, 160..320] {
-            let mut registry = Registry::new(PAGE);
-            let key = registry.insert(160..320).expect("free");
+            let mut registry = Registry::<()>::new(PAGE);
+            let key = registry.insert(160..320, Arc::default()).expect("free");
             assert!(registry.carve(hole.clone()));
             let pinned: Vec<usize> = (150..330).filter(|&byte| registry.covers(byte, 1)).collect();
             let expected: Vec<usize> = (160..320).filter(|byte| !hole.contains(byte)).collect();
             assert_eq!(pinned, expected);
             assert!(!registry.carve(hole.clone()), "it is out already");
-            registry.restore(hole.clone(), key);
+            registry.restore(hole.clone(), key, Arc::default());
             assert!(registry.covers(160, 160) && registry.len() == 1);
             registry.carve(hole);
             registry.forget(160..320, key);
@@ -352,8 +391,22 @@ mod tests {
     }
 
     #[test]
+    fn a_range_that_its_owner_unmapped_gives_way_to_a_new_region() {
+        let mut registry = Registry::<()>::new(PAGE);
+        let old = adopt(&mut registry, 100..200);
+        adopt(&mut registry, 100..200);
+        assert!(registry.insert(96..320, Arc::default()).is_err());
+        registry.bury(&(96..320), |()| false);
+        assert!(registry.covers(100, 100), "its note holds it");
+        registry.bury(&(96..320), |()| true);
+        registry.insert(96..320, Arc::default()).expect("free");
+        assert_eq!(registry.retire(old), None);
+        assert!(registry.covers(96, 224) && registry.edge_pages.is_empty());
+    }
+
+    #[test]
     fn a_stale_key_does_nothing() {
-        let mut registry = Registry::new(PAGE);
+        let mut registry = Registry::<()>::new(PAGE);
         let old = adopt(&mut registry, 100..200);
         registry.retire(old);
         registry.remove(old);
@@ -365,7 +418,7 @@ mod tests {
 
     #[test]
     fn an_entry_whose_pages_could_not_be_unlocked_stays() {
-        let mut registry = Registry::new(PAGE);
+        let mut registry = Registry::<()>::new(PAGE);
         let key = adopt(&mut registry, 100..200);
         registry.retire(key);
         registry.keep(key);
@@ -377,7 +430,7 @@ mod tests {
         /// Against a list of ranges, and one lock count a page.
         #[test]
         fn agrees_with_the_model(operations in prop::collection::vec((0..3_u8, 0..200_usize, 1..60_usize), 1..80)) {
-            let mut registry = Registry::new(PAGE);
+            let mut registry = Registry::<()>::new(PAGE);
             let mut model: Vec<(Range<usize>, Key)> = Vec::new();
             let pages = |range: &Range<usize>| range.start / PAGE..(range.end - 1) / PAGE + 1;
             for (operation, start, len) in operations {

@@ -1,11 +1,16 @@
 //! The one registry of the process, behind a lock that is never held over a system call.
 
 use std::ops::Range;
-use std::sync::{Condvar, Mutex, OnceLock, PoisonError, RwLock};
+use std::sync::{Condvar, Mutex, PoisonError, RwLock};
 
-use super::{Adoption, Registry};
+use super::{Adoption, Registry as Ranges};
+use crate::driver::engine::Registrations;
 use crate::error::Result;
+use crate::fork::PerProcess;
 use crate::os;
+
+/// The pinned ranges, each with what the drivers know of it.
+type Registry = Ranges<Registrations>;
 
 /// A registry that many threads use.
 #[derive(Debug)]
@@ -15,11 +20,13 @@ pub struct SharedRegistry {
     changed: Condvar,
 }
 
-impl SharedRegistry {
-    fn new() -> Self {
+impl Default for SharedRegistry {
+    fn default() -> Self {
         Self { ranges: RwLock::new(Registry::new(os::page_size())), gate: Mutex::default(), changed: Condvar::new() }
     }
+}
 
+impl SharedRegistry {
     /// Looks something up.
     pub fn read<T>(&self, look: impl FnOnce(&Registry) -> T) -> T {
         look(&self.ranges.read().unwrap_or_else(PoisonError::into_inner))
@@ -49,28 +56,18 @@ impl SharedRegistry {
     }
 }
 
-/// The registry of this process.
-///
-/// A forked child gets an empty one of its own: it owns nothing of its parent's, and the parent's lock may have been
-/// held by a thread that the child does not have. So there is one for each generation of forks, in a chain.
+/// The registry of this process. A forked child starts with an empty one.
 pub fn global() -> &'static SharedRegistry {
-    static FIRST: OnceLock<Generation> = OnceLock::new();
-    let mut generation = FIRST.get_or_init(Generation::new);
-    for _ in 0..os::fork_generation() {
-        generation = generation.child.get_or_init(|| Box::new(Generation::new()));
-    }
-    &generation.registry
+    static CURRENT: PerProcess<SharedRegistry> = PerProcess::new();
+    CURRENT.get()
 }
 
-struct Generation {
-    registry: SharedRegistry,
-    child: OnceLock<Box<Generation>>,
-}
-
-impl Generation {
-    fn new() -> Self {
-        Self { registry: SharedRegistry::new(), child: OnceLock::new() }
-    }
+/// Whether all `len` bytes from `address` on are registered with a device, or with one that serves it. Asks no driver.
+pub fn is_registered(address: usize, len: usize, kind: &str, ordinal: u32) -> bool {
+    global().read(|registry| {
+        let note = registry.find(address).and_then(|found| found.note);
+        registry.covers(address, len) && note.is_some_and(|registrations| registrations.serves(kind, ordinal))
+    })
 }
 
 /// Whether all `len` bytes from `address` on lie in one pinned range. Asks no driver and makes no system call.

@@ -1,0 +1,74 @@
+//! The dozen functions of NVIDIA's driver API (`libcuda.so.1`) that are used, and nothing of the runtime API, whose
+//! failures leave an error behind that a later call of somebody else reports. Names, types and values are cuda.h's.
+
+use std::ffi::{c_char, c_int, c_uint, c_void};
+
+use libloading::Library;
+
+use crate::driver::load;
+use crate::error::Result;
+
+pub(super) type Context = *mut c_void;
+pub(super) type Code = c_uint;
+
+pub(super) const SUCCESS: Code = 0;
+pub(super) const OUT_OF_MEMORY: Code = 2;
+pub(super) const NOT_INITIALIZED: Code = 3;
+pub(super) const DEINITIALIZED: Code = 4;
+pub(super) const STUB_LIBRARY: Code = 34;
+pub(super) const NO_DEVICE: Code = 100;
+pub(super) const INVALID_VALUE: Code = 1;
+pub(super) const ALREADY_REGISTERED: Code = 712;
+pub(super) const NOT_REGISTERED: Code = 713;
+pub(super) const NOT_SUPPORTED: Code = 801;
+pub(super) const DRIVER_MISMATCH: Code = 803;
+pub(super) const COMPAT_NOT_SUPPORTED: Code = 804;
+
+/// The registration counts in every context of the process.
+pub(super) const REGISTER_PORTABLE: c_uint = 0x1;
+pub(super) const REGISTER_READ_ONLY: c_uint = 0x8;
+
+/// Device attributes.
+pub(super) const HOST_REGISTER_SUPPORTED: c_int = 99;
+pub(super) const PAGEABLE_ACCESS_BY_HOST_PAGE_TABLES: c_int = 100;
+pub(super) const READ_ONLY_REGISTER_SUPPORTED: c_int = 113;
+
+macro_rules! functions {
+    ($($(#[$meta:meta])* $field:ident: fn($($argument:ty),*) = $symbol:literal $(or $older:literal)?;)*) => {
+        /// The driver's functions, and the library that holds them.
+        pub(super) struct Functions {
+            $($(#[$meta])* pub(super) $field: unsafe extern "C" fn($($argument),*) -> Code,)*
+            _library: Library,
+        }
+
+        impl Functions {
+            /// Loads the library and looks the functions up; where a symbol is missing, its older name is tried.
+            pub(super) fn load(path: &str) -> Result<Self> {
+                let library = load::library("CUDA", path)?;
+                Ok(Self {
+                    // SAFETY: the signatures are those of cuda.h, and the pointers live as long as `_library`.
+                    $($field: unsafe { load::symbol("CUDA", &library, &[$symbol $(, $older)?])? },)*
+                    _library: library,
+                })
+            }
+        }
+    };
+}
+
+functions! {
+    init: fn(c_uint) = c"cuInit";
+    device_count: fn(*mut c_int) = c"cuDeviceGetCount";
+    device: fn(*mut c_int, c_int) = c"cuDeviceGet";
+    device_name: fn(*mut c_char, c_int, c_int) = c"cuDeviceGetName";
+    device_uuid: fn(*mut [u8; 16], c_int) = c"cuDeviceGetUuid_v2" or c"cuDeviceGetUuid";
+    device_attribute: fn(*mut c_int, c_int, c_int) = c"cuDeviceGetAttribute";
+    retain_context: fn(*mut Context, c_int) = c"cuDevicePrimaryCtxRetain";
+    release_context: fn(c_int) = c"cuDevicePrimaryCtxRelease_v2" or c"cuDevicePrimaryCtxRelease";
+    push_context: fn(Context) = c"cuCtxPushCurrent_v2" or c"cuCtxPushCurrent";
+    pop_context: fn(*mut Context) = c"cuCtxPopCurrent_v2" or c"cuCtxPopCurrent";
+    current_context: fn(*mut Context) = c"cuCtxGetCurrent";
+    current_device: fn(*mut c_int) = c"cuCtxGetDevice";
+    register: fn(*mut c_void, usize, c_uint) = c"cuMemHostRegister_v2" or c"cuMemHostRegister";
+    unregister: fn(*mut c_void) = c"cuMemHostUnregister";
+    error_name: fn(Code, *mut *const c_char) = c"cuGetErrorName";
+}

@@ -1,0 +1,226 @@
+//! What a pool's handle and its blocks share, and the ladder that a request goes down.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use super::cache::ShardedCache;
+use super::record::{Record, Slot};
+use super::store::Store;
+use super::{PoolOptions, Stats};
+use crate::error::{Error, Result};
+use crate::limits::Budget;
+use crate::os;
+use crate::region::Progress;
+
+/// A cached block serves a request that is shorter by at most this share of it.
+const SLACK_SHARE: usize = 64;
+/// How often a waiting caller is asked whether it still wants to wait.
+const WAIT_STEP: Duration = Duration::from_millis(50);
+
+#[derive(Debug)]
+pub(super) struct Inner {
+    pub(super) options: PoolOptions,
+    pub(super) budget: Budget,
+    pub(super) cache: ShardedCache,
+    fork_generation: u64,
+    store: Mutex<Store>,
+    returned: Condvar,
+    waiters: AtomicUsize,
+}
+
+impl Inner {
+    pub(super) fn new(options: PoolOptions, budget: Budget) -> Arc<Self> {
+        let inner = Arc::new(Self {
+            options,
+            budget,
+            cache: ShardedCache::default(),
+            fork_generation: os::fork_generation(),
+            store: Mutex::default(),
+            returned: Condvar::new(),
+            waiters: AtomicUsize::new(0),
+        });
+        inner.cache.open(&inner);
+        inner
+    }
+
+    pub(super) fn store(&self) -> MutexGuard<'_, Store> {
+        self.store.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// `Forked` in a child of the process that made the pool.
+    pub(super) fn check_process(&self) -> Result<()> {
+        if self.fork_generation == os::fork_generation() { Ok(()) } else { Err(Error::Forked) }
+    }
+
+    /// Steps 2 to 6 of the ladder.
+    pub(super) fn obtain(
+        &self,
+        len: usize,
+        requested: usize,
+        timeout: Option<Duration>,
+        progress: &mut Progress<'_>,
+    ) -> Result<Slot> {
+        if timeout == Some(Duration::ZERO) || len > self.budget.bytes {
+            return self.obtain_now(len, requested, progress);
+        }
+        let deadline = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
+        let _waiting = Waiting::enter(&self.waiters);
+        loop {
+            let returns = self.store().returns;
+            match self.obtain_now(len, requested, progress) {
+                Err(refusal) if refusal.is_shortage() => {
+                    if !self.wait(returns, deadline, progress)? {
+                        return Err(refusal);
+                    }
+                }
+                answer => return answer,
+            }
+        }
+    }
+
+    fn obtain_now(&self, len: usize, requested: usize, progress: &mut Progress<'_>) -> Result<Slot> {
+        self.cache.check_open()?;
+        if let Some(slot) = self.reuse(len, requested)? {
+            return Ok(slot);
+        }
+        let record = self.grow_or_make_room(len, progress)?;
+        self.lease(record, requested)
+    }
+
+    /// Steps 4 and 5: each round gives something idle up, or waits for a thread that does, or ends.
+    fn grow_or_make_room(&self, len: usize, progress: &mut Progress<'_>) -> Result<Arc<Record>> {
+        loop {
+            match self.grow(len, progress) {
+                Err(refusal) if refusal.is_shortage() => {
+                    let made_room = self.make_room(len)?;
+                    let cut = self.store().cut(len);
+                    match cut {
+                        Some(record) => return Ok(record),
+                        None if made_room => {}
+                        None => return Err(refusal),
+                    }
+                }
+                grown => return grown,
+            }
+        }
+    }
+
+    /// A block from what the pool has already.
+    fn reuse(&self, len: usize, requested: usize) -> Result<Option<Slot>> {
+        if let Some(slot) = self.cache.steal(len, requested) {
+            return Ok(Some(slot));
+        }
+        let cut = self.store().cut(len);
+        if let Some(record) = cut {
+            return self.lease(record, requested).map(Some);
+        }
+        if self.restock_unpinned()
+            && let Some(slot) = self.cache.steal(len, requested)
+        {
+            return Ok(Some(slot));
+        }
+        let longest = len + len / SLACK_SHARE;
+        Ok(if longest > len { self.cache.take_within(len, longest, requested) } else { None })
+    }
+
+    fn lease(&self, record: Arc<Record>, requested: usize) -> Result<Slot> {
+        self.cache.lease(record, requested).map_err(|record| self.dispose(&[record]).err().unwrap_or(Error::Closed))
+    }
+
+    /// Waits for something to come back after `returns` times, but not for long: memory may also come from elsewhere.
+    /// `false`: the time is up.
+    fn wait(&self, returns: u64, deadline: Option<Instant>, progress: &mut Progress<'_>) -> Result<bool> {
+        let left = deadline.map_or(WAIT_STEP, |deadline| deadline.saturating_duration_since(Instant::now()));
+        if left == Duration::ZERO {
+            return Ok(false);
+        }
+        if progress(0, 0).is_break() {
+            return Err(Error::Interrupted);
+        }
+        let store = self.store();
+        if store.returns == returns {
+            drop(self.returned.wait_timeout(store, left.min(WAIT_STEP)).unwrap_or_else(PoisonError::into_inner));
+        }
+        Ok(true)
+    }
+
+    /// Tells waiting callers that memory came back. They enter `waiters` before they look for memory under the locks
+    /// that it comes back under, and look again when `returns` has moved, so no return is missed.
+    pub(super) fn announce(&self) {
+        if self.waiters.load(Ordering::SeqCst) > 0 {
+            self.store().returns += 1;
+            self.returned.notify_all();
+        }
+    }
+
+    /// Counts a thread that is giving memory back to the system, from before it takes the memory out of the books.
+    pub(super) fn releasing(&self) -> Releasing<'_> {
+        self.store().releasing += 1;
+        Releasing(self)
+    }
+
+    /// Waits until no other thread is giving memory back. False: none was.
+    pub(super) fn await_releases(&self) -> bool {
+        let store = self.store();
+        if store.releasing == 0 {
+            return false;
+        }
+        let done = self.returned.wait_while(store, |store| store.releasing > 0);
+        drop(done.unwrap_or_else(PoisonError::into_inner));
+        true
+    }
+
+    pub(super) fn stats(&self) -> Stats {
+        let store = self.store();
+        let counters = self.cache.counters();
+        let allocated = counters.allocated_bytes.cast_unsigned();
+        Stats {
+            requested_bytes: counters.requested_bytes.cast_unsigned(),
+            allocated_bytes: allocated,
+            cached_bytes: store.cached_bytes(allocated),
+            pending_bytes: store.pending_bytes(),
+            reserved_bytes: store.reserved(),
+            locked_bytes: store.locked_bytes().saturating_sub(store.unpinned_bytes()),
+            leaked_bytes: store.leaked(),
+            max_bytes: self.budget.bytes,
+            peak_reserved_bytes: store.peak_reserved(),
+            registered_bytes: store.registered_bytes(),
+            unregistered: store.unregistered().map(ToOwned::to_owned),
+            hits: counters.hits,
+            misses: counters.misses,
+            blocks: counters.blocks.cast_unsigned(),
+            regions: store.regions(),
+            pages: store.pages().unwrap_or(self.options.region.pages),
+        }
+    }
+}
+
+/// One caller who waits for memory, counted while this lives.
+struct Waiting<'a>(&'a AtomicUsize);
+
+impl<'a> Waiting<'a> {
+    fn enter(waiters: &'a AtomicUsize) -> Self {
+        waiters.fetch_add(1, Ordering::SeqCst);
+        Self(waiters)
+    }
+}
+
+impl Drop for Waiting<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+/// A thread that gives memory back, counted while this lives.
+pub(super) struct Releasing<'a>(&'a Inner);
+
+impl Drop for Releasing<'_> {
+    fn drop(&mut self) {
+        let mut store = self.0.store();
+        store.releasing -= 1;
+        store.returns += 1;
+        drop(store);
+        self.0.returned.notify_all();
+    }
+}

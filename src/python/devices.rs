@@ -1,0 +1,51 @@
+//! Devices: what callers call them, and what the drivers say of them.
+
+use std::sync::Arc;
+
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+
+use crate::driver::{Device, Found, vendor};
+
+/// Kind and ordinal of a device that a caller names.
+pub(super) fn name(device: &Bound<'_, PyAny>) -> PyResult<(String, u32)> {
+    device.py().import("pinpool._devices")?.call_method1("name", (device,))?.extract()
+}
+
+/// Opens the devices that a caller asks a pool for.
+pub(super) fn open(devices: &Bound<'_, PyAny>) -> PyResult<Vec<Arc<dyn Device>>> {
+    let py = devices.py();
+    let names: Vec<(String, Option<String>, u32)> =
+        py.import("pinpool._devices")?.call_method1("resolve", (devices,))?.extract()?;
+    let open =
+        |(kind, library, ordinal): &(String, Option<String>, u32)| vendor(kind)?.open(library.as_deref(), *ordinal);
+    Ok(py.detach(|| names.iter().map(open).collect::<crate::Result<_>>())?)
+}
+
+/// Lists the devices of one kind: dicts of name, ordinal, uuid, description, method (or None) and reason (or None).
+#[pyfunction]
+pub(crate) fn find_devices<'py>(
+    py: Python<'py>,
+    kind: &str,
+    library: Option<&str>,
+) -> PyResult<Vec<Bound<'py, PyDict>>> {
+    let found = py.detach(|| vendor(kind)?.find(library))?;
+    found.iter().map(|device| describe(py, device)).collect()
+}
+
+fn describe<'py>(py: Python<'py>, device: &Found) -> PyResult<Bound<'py, PyDict>> {
+    let dict = PyDict::new(py);
+    dict.set_item("name", device.id.to_string())?;
+    dict.set_item("ordinal", device.id.ordinal)?;
+    dict.set_item("uuid", device.id.uuid.map(|byte| format!("{byte:02x}")).concat())?;
+    dict.set_item("description", &device.name)?;
+    dict.set_item("method", device.method.as_ref().ok().map(|method| method.call()))?;
+    dict.set_item("reason", device.method.as_ref().err())?;
+    Ok(dict)
+}
+
+/// The ordinal of the device of this kind that the calling thread works on, where its driver knows.
+#[pyfunction]
+pub(crate) fn current_device(py: Python<'_>, kind: &str, library: Option<&str>) -> PyResult<Option<u32>> {
+    Ok(py.detach(|| vendor(kind)?.current(library))?)
+}
