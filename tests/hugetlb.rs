@@ -8,9 +8,9 @@ use std::path::PathBuf;
 
 use common::maps::{has_flag, resident_pages};
 use common::process::alone;
-use common::{KIB, MIB, address, go_on, is_pinned, page, region_of};
+use common::{KIB, MIB, address, go_on, is_pinned, page, pool_of, region_of};
 use pinpool::region::Region;
-use pinpool::{Error, Pages, Pool, PoolOptions};
+use pinpool::{Error, Pages};
 
 fn pool_file(pages: Pages, name: &str) -> PathBuf {
     format!("/sys/kernel/mm/hugepages/hugepages-{}kB/{name}", pages.granularity() / KIB).into()
@@ -58,8 +58,7 @@ fn more_huge_pages_than_the_kernel_has_are_refused_with_the_remedy() {
             let remedy = format!("`echo {wanted} > {}`", pool_file(pages, "nr_hugepages").display());
             assert!(text.contains(&remedy) && text.contains(&format!("pages=\"{name}\"")), "{text}");
 
-            let options = PoolOptions { max_bytes: Some(usize::MAX), region: region_of(pages) };
-            let pool = Pool::new(options).expect("a pool of nothing yet");
+            let pool = pool_of(usize::MAX, region_of(pages));
             let refusal = pool.take((there + 8) * pages.granularity()).expect_err("too many");
             assert!(matches!(refusal, Error::Unsupported { .. }), "{refusal:?}");
             assert_eq!(pool.stats().expect("ours").reserved_bytes, 0);
@@ -82,8 +81,7 @@ fn huge_pages_of_the_kernels_pool_are_used_to_the_last() {
         assert_eq!(pool_size(Pages::Huge2M, "free_hugepages"), free - 2);
         drop(region);
 
-        let pool =
-            Pool::new(PoolOptions { max_bytes: Some(8 * MIB), region: region_of(Pages::Huge2M) }).expect("a pool");
+        let pool = pool_of(8 * MIB, region_of(Pages::Huge2M));
         let blocks = [pool.take(6 * MIB).expect("three pages"), pool.take(page()).expect("a part of the fourth")];
         assert!(blocks.iter().all(is_pinned));
         assert_eq!(address(&blocks[0]) % (2 * MIB), 0);

@@ -55,10 +55,10 @@ def _parse(device: object) -> tuple[str, int | None]:
         if index and not index.isdecimal():
             raise ValueError(f'invalid devices: {device!r} is not of the form "cuda:0"')
         return kind, int(index) if index else None
-    kind, index = getattr(device, "type", None), getattr(device, "index", None)
-    if not isinstance(kind, str) or not (index is None or isinstance(index, int)):
-        raise TypeError(f"invalid devices: {device!r} is neither a name nor an object with .type and .index")
-    return kind, index
+    kind_of, index_of = getattr(device, "type", None), getattr(device, "index", None)
+    if isinstance(kind_of, str) and (index_of is None or isinstance(index_of, int)):
+        return kind_of, index_of
+    raise TypeError(f"invalid devices: {device!r} is neither a name nor an object with .type and .index")
 
 
 def _auto() -> list[Resolved]:

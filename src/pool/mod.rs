@@ -115,7 +115,7 @@ impl Pool {
         if let Some(node) = options.region.numa {
             limits::check_node(node)?;
         }
-        if budget.bytes == 0 {
+        if options.max_bytes == Some(0) {
             return Err(Error::invalid("max_bytes", "a pool needs a budget of at least one byte"));
         }
         check_together(&options.devices)?;

@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::ops::Range;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::page;
 
@@ -120,6 +121,8 @@ pub(crate) fn page_is_locked(page_start: usize) -> bool {
 pub(crate) struct Memory {
     start: usize,
     len: usize,
+    /// Some pages are gone, and whoever mapped there since would be hit by an unmap of the whole.
+    has_holes: AtomicBool,
 }
 
 impl Memory {
@@ -129,7 +132,7 @@ impl Memory {
         // SAFETY: a new mapping touches no memory that is there.
         let start = unsafe { libc::mmap(std::ptr::null_mut(), len, protection, flags, -1, 0) };
         assert_ne!(start, libc::MAP_FAILED, "mmap: {}", std::io::Error::last_os_error());
-        Self { start: start as usize, len }
+        Self { start: start as usize, len, has_holes: AtomicBool::new(false) }
     }
 
     pub(crate) fn start(&self) -> usize {
@@ -148,6 +151,7 @@ impl Memory {
     /// Unmaps these pages.
     pub(crate) fn unmap(&self, pages: Range<usize>) {
         let range = self.pages(pages);
+        self.has_holes.store(true, Ordering::Relaxed);
         // SAFETY: the memory is ours, and no reference into it exists.
         let result = unsafe { libc::munmap(range.start as *mut _, range.end - range.start) };
         assert_eq!(result, 0, "munmap: {}", std::io::Error::last_os_error());
@@ -164,7 +168,9 @@ impl Memory {
 
 impl Drop for Memory {
     fn drop(&mut self) {
-        // SAFETY: the memory is ours; pages that are unmapped already do not matter.
-        unsafe { libc::munmap(self.start as *mut _, self.len) };
+        if !self.has_holes.load(Ordering::Relaxed) {
+            // SAFETY: the memory is ours, all of it.
+            unsafe { libc::munmap(self.start as *mut _, self.len) };
+        }
     }
 }

@@ -10,6 +10,8 @@ pub(crate) mod seccomp;
 use std::ops::ControlFlow;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use pinpool::driver::Registering;
+use pinpool::pinned::{Adopted, Pinned};
 use pinpool::{Block, Error, Pages, Pool, PoolOptions, RegionOptions};
 
 pub(crate) const KIB: usize = 1 << 10;
@@ -33,16 +35,34 @@ pub(crate) fn region_of(pages: Pages) -> RegionOptions {
     RegionOptions { pages, threads: Some(1), ..RegionOptions::default() }
 }
 
+/// A pool whose regions are made so.
+pub(crate) fn pool_of(max_bytes: usize, region: RegionOptions) -> Pool {
+    let options = PoolOptions { max_bytes: Some(max_bytes), region, ..PoolOptions::default() };
+    Pool::new(options).expect("a pool of nothing yet")
+}
+
 /// A pool of locked base pages.
 pub(crate) fn pool(max_bytes: usize) -> Pool {
-    let region = region_of(Pages::Base);
-    Pool::new(PoolOptions { max_bytes: Some(max_bytes), region }).expect("a pool of nothing yet")
+    pool_of(max_bytes, region_of(Pages::Base))
 }
 
 /// A pool that only maps: for sizes that this machine does not have.
 pub(crate) fn unlocked_pool(max_bytes: usize) -> Pool {
-    let region = RegionOptions { lock: false, ..RegionOptions::default() };
-    Pool::new(PoolOptions { max_bytes: Some(max_bytes), region }).expect("a pool of nothing yet")
+    pool_of(max_bytes, RegionOptions { lock: false, ..RegionOptions::default() })
+}
+
+/// A region in the registry, registered with no device.
+pub(crate) fn pin(len: usize, options: &RegionOptions) -> pinpool::Result<Pinned> {
+    Pinned::allocate(len, options, &Registering::NONE, &mut go_on).map_err(|refusal| refusal.error)
+}
+
+/// Pins memory of the test's own, with no device.
+///
+/// # Safety
+/// As for [`Adopted::adopt`].
+pub(crate) unsafe fn try_adopt(start: usize, len: usize) -> pinpool::Result<Adopted> {
+    // SAFETY: the caller's promise.
+    unsafe { Adopted::adopt(start, len, &Registering::NONE, &mut go_on) }.map_err(|refusal| refusal.error)
 }
 
 /// Where a block lies.

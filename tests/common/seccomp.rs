@@ -2,7 +2,11 @@
 //!
 //! A filter holds for the thread that installs it and the threads that this one starts, and stays for their lives.
 //! Rules that compare arguments leave the calls of malloc and of thread stacks alone.
+//!
+//! The same filter can stop a thread in the middle of a call, so that a test sees what others see meanwhile.
 
+use std::os::fd::{AsRawFd as _, FromRawFd as _, OwnedFd};
+use std::sync::mpsc;
 use std::thread;
 
 /// The word at this offset of `struct seccomp_data` is loaded next.
@@ -18,7 +22,7 @@ const NATIVE: u32 = 0xC000_003E;
 #[cfg(target_arch = "aarch64")]
 const NATIVE: u32 = 0xC000_00B7;
 
-/// Answers a system call with an error instead of making it.
+/// Names system calls, and the error that they fail with instead of being made.
 #[derive(Clone, Debug)]
 pub(crate) struct Rule {
     call: libc::c_long,
@@ -67,7 +71,7 @@ impl Rule {
     }
 
     /// Falls through to the next rule where something differs.
-    fn compile(&self) -> Vec<libc::sock_filter> {
+    fn compile(&self, action: u32) -> Vec<libc::sock_filter> {
         let argument = |&(index, value): &(u32, u32)| (FIRST_ARGUMENT + 8 * index, value);
         let tests: Vec<_> =
             std::iter::once((NUMBER, self.call as u32)).chain(self.arguments.iter().map(argument)).collect();
@@ -78,7 +82,7 @@ impl Rule {
             let rest = len - program.len() - 1;
             program.push(instruction(JUMP_IF_EQUAL, rest as u8, value));
         }
-        program.push(instruction(RETURN, 0, libc::SECCOMP_RET_ERRNO | self.errno as u32));
+        program.push(instruction(RETURN, 0, action));
         program
     }
 }
@@ -87,22 +91,28 @@ fn instruction(code: u16, skip_if_different: u8, k: u32) -> libc::sock_filter {
     libc::sock_filter { code, jt: 0, jf: skip_if_different, k }
 }
 
-/// Refuses these calls to this thread, for good.
-pub(crate) fn refuse(rules: &[Rule]) {
+/// Installs a filter on this thread, and answers what the system call does.
+fn install(rules: impl Iterator<Item = Vec<libc::sock_filter>>, flags: libc::c_ulong) -> libc::c_long {
     let mut program = vec![
         instruction(LOAD_WORD, 0, ARCHITECTURE),
         libc::sock_filter { code: JUMP_IF_EQUAL, jt: 1, jf: 0, k: NATIVE },
         instruction(RETURN, 0, libc::SECCOMP_RET_KILL_PROCESS),
     ];
-    program.extend(rules.iter().flat_map(Rule::compile));
+    program.extend(rules.flatten());
     program.push(instruction(RETURN, 0, libc::SECCOMP_RET_ALLOW));
     let filter = libc::sock_fprog { len: program.len() as u16, filter: program.as_mut_ptr() };
     // SAFETY: takes numbers only; it lets an unprivileged thread install a filter.
     let result = unsafe { libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) };
     assert_eq!(result, 0, "PR_SET_NO_NEW_PRIVS: {}", std::io::Error::last_os_error());
     // SAFETY: the kernel copies the program, which outlives the call.
-    let result = unsafe { libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &raw const filter) };
-    assert_eq!(result, 0, "this kernel refuses seccomp filters: {}", std::io::Error::last_os_error());
+    let result = unsafe { libc::syscall(libc::SYS_seccomp, libc::SECCOMP_SET_MODE_FILTER, flags, &raw const filter) };
+    assert!(result >= 0, "this kernel refuses seccomp filters: {}", std::io::Error::last_os_error());
+    result
+}
+
+/// Refuses these calls to this thread, for good.
+pub(crate) fn refuse(rules: &[Rule]) {
+    install(rules.iter().map(|rule| rule.compile(libc::SECCOMP_RET_ERRNO | rule.errno as u32)), 0);
 }
 
 /// Runs `body` on a thread of its own, to which these calls are refused.
@@ -114,4 +124,53 @@ pub(crate) fn refused<T: Send>(rules: &[Rule], body: impl FnOnce() -> T + Send) 
         });
         thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
     })
+}
+
+/// Runs `body` on a thread of its own, and `meanwhile` here while the first call of `body` that the rule names is about
+/// to be made. That call and all later ones are then made as if nothing had happened.
+pub(crate) fn paused<T: Send, U>(rule: Rule, body: impl FnOnce() -> T + Send, meanwhile: impl FnOnce() -> U) -> (T, U) {
+    let (sender, receiver) = mpsc::channel();
+    thread::scope(|scope| {
+        let thread = scope.spawn(move || {
+            let rules = std::iter::once(rule.compile(libc::SECCOMP_RET_USER_NOTIF));
+            let listener = install(rules, libc::SECCOMP_FILTER_FLAG_NEW_LISTENER);
+            // SAFETY: a new file descriptor, nobody else's.
+            sender.send(unsafe { OwnedFd::from_raw_fd(listener as i32) }).expect("the test listens");
+            body()
+        });
+        // Where `meanwhile` panics, this is closed, and the paused call fails instead of waiting for ever.
+        let listener = receiver.recv().expect("a filter");
+        let call = next_call(&listener).expect("the body never makes the call");
+        let seen = meanwhile();
+        make_call(&listener, call);
+        while let Some(call) = next_call(&listener) {
+            make_call(&listener, call);
+        }
+        (thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)), seen)
+    })
+}
+
+/// Waits for a filtered call, and answers its number; `None` when all threads with the filter have ended.
+fn next_call(listener: &OwnedFd) -> Option<u64> {
+    loop {
+        let mut poll = libc::pollfd { fd: listener.as_raw_fd(), events: libc::POLLIN, revents: 0 };
+        // SAFETY: one entry, which the kernel fills.
+        unsafe { libc::poll(&raw mut poll, 1, -1) };
+        if poll.revents & libc::POLLIN == 0 {
+            return None;
+        }
+        // SAFETY: all-zero is a value of this struct, and the one that the kernel wants to see.
+        let mut call: libc::seccomp_notif = unsafe { std::mem::zeroed() };
+        // SAFETY: the kernel fills the struct.
+        if unsafe { libc::ioctl(listener.as_raw_fd(), libc::SECCOMP_IOCTL_NOTIF_RECV, &raw mut call) } == 0 {
+            return Some(call.id);
+        }
+    }
+}
+
+fn make_call(listener: &OwnedFd, id: u64) {
+    let flags = libc::SECCOMP_USER_NOTIF_FLAG_CONTINUE as u32;
+    let mut answer = libc::seccomp_notif_resp { id, val: 0, error: 0, flags };
+    // SAFETY: the kernel reads the struct. An error means that the thread is gone, which the next poll tells.
+    unsafe { libc::ioctl(listener.as_raw_fd(), libc::SECCOMP_IOCTL_NOTIF_SEND, &raw mut answer) };
 }

@@ -281,6 +281,7 @@ def fake_accelerator(monkeypatch):
     log = []
     current = [FakeStream(log, "compute")]
     monkeypatch.setattr(torch, "Stream", lambda _device: FakeStream(log, "copies"))
+    monkeypatch.setattr("pinpool._devices._torch_device", lambda: None)  # the pool is to register with none
     accelerator = torch.accelerator
     monkeypatch.setattr(accelerator, "is_available", lambda: True)
     monkeypatch.setattr(accelerator, "current_stream", lambda _device=None: current[0])

@@ -1,0 +1,119 @@
+"""What the tests share: a pool, scripts in a process of their own, and threads that wait for each other."""
+
+import re
+import resource
+import select
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+
+import pytest
+
+from pinpool import PinnedPool
+
+CAP_IPC_LOCK = 14
+
+# What every script of `run` can use.
+PRELUDE = """\
+import faulthandler, gc, os, re, signal, sys, threading, traceback
+from pathlib import Path
+
+MIB = 1 << 20
+faulthandler.dump_traceback_later(100, exit=True)  # a hang says where
+
+def status(name):
+    "A field of /proc/self/status in bytes: VmLck, VmRSS."
+    return int(re.search(rf"{name}:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) << 10
+
+def in_child(work):
+    "Forks, and fails unless `work()` ends well in the child."
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)  # a hang ends the child
+        try:
+            work()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+
+def become_unprivileged(memlock):
+    "From now on the process may lock that many bytes and no more."
+    import resource
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, (memlock, memlock))
+    if os.geteuid() == 0:
+        os.setgroups([])
+        os.setresgid(65534, 65534, 65534)
+        os.setresuid(65534, 65534, 65534)
+"""
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "locks(nbytes): locks so much memory; skipped where the kernel allows less")
+
+
+def pytest_runtest_setup(item):
+    mark = item.get_closest_marker("locks")
+    if mark and mark.args[0] > lockable_bytes():
+        pytest.skip(f"locks {mark.args[0] >> 20} MiB, and `ulimit -l` allows {lockable_bytes() >> 20}")
+
+
+def lockable_bytes():
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    capabilities = re.search(r"CapEff:\s+(\w+)", Path("/proc/self/status").read_text())[1]
+    unlimited = soft == resource.RLIM_INFINITY or int(capabilities, 16) >> CAP_IPC_LOCK & 1
+    return sys.maxsize if unlimited else soft
+
+
+@pytest.fixture
+def pool():
+    with PinnedPool(max_bytes=64 << 20) as pool:
+        yield pool
+
+
+@pytest.fixture
+def run():
+    """Run a script, behind `PRELUDE`, in a Python of its own. It must end with exit code 0, and nothing on stderr."""
+
+    def run(script):
+        command = [sys.executable, "-W", "error", "-c", PRELUDE + textwrap.dedent(script)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        assert (done.returncode, done.stderr) == (0, "")
+        return done.stdout
+
+    return run
+
+
+@pytest.fixture
+def locked():
+    """Tell how many bytes the kernel says that this process has locked."""
+    return lambda: int(re.search(r"VmLck:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) << 10
+
+
+@pytest.fixture
+def hand_over():
+    """Threads switch only where the running one lets go of the interpreter by itself."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(3600)
+    yield
+    sys.setswitchinterval(interval)
+
+
+@pytest.fixture
+def turns(hand_over):
+    """Tell how often another thread has had the interpreter: it wants it all the time."""
+    count, stop = [0], threading.Event()
+
+    def take_turns():
+        while not stop.is_set():
+            select.select([], [], [], 0)  # lets go of the interpreter
+            count[0] += 1
+
+    thread = threading.Thread(target=take_turns)
+    thread.start()
+    yield lambda: count[0]
+    stop.set()
+    thread.join()

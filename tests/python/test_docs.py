@@ -1,0 +1,79 @@
+"""Every example in the stub, in the modules and in the documents runs."""
+
+import ast
+import doctest
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+import pinpool
+
+PACKAGE = Path(pinpool.__file__).parent
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = sorted(path.relative_to(ROOT) for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def docstrings(path):
+    """The docstrings of a source file or a stub, by the names of what they document."""
+
+    def walk(node, names):
+        text = ast.get_docstring(node)
+        if text:
+            yield ".".join(names), text
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                yield from walk(child, [*names, child.name])
+
+    return walk(ast.parse(path.read_text()), [path.stem])
+
+
+def examples():
+    """Each docstring that has an example, with the file that it is in."""
+    for path in sorted([*PACKAGE.rglob("*.pyi"), *PACKAGE.rglob("*.py")]):
+        for name, text in docstrings(path):
+            if ">>>" in text:
+                yield pytest.param(path, name, text, id=name)
+
+
+def run_examples(text, names, name, path):
+    test = doctest.DocTestParser().get_doctest(text, names, name, str(path), 0)
+    report = []
+    doctest.DocTestRunner(verbose=False).run(test, out=report.append)
+    assert test.examples
+    assert not report, "".join(report)
+
+
+@pytest.mark.parametrize(("path", "name", "text"), examples())
+def test_the_examples_of_a_docstring_run(path, name, text):
+    names = {}
+    if path.suffix == ".py":  # there, an example may use the names of its module
+        module = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
+        names = dict(vars(importlib.import_module(module)))
+    run_examples(text, names, name, path)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=str)
+def test_the_python_blocks_of_a_document_run(document, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    text = (ROOT / document).read_text()
+    names = {"__name__": "__main__"}  # a reader goes from top to bottom
+    for block in BLOCK.finditer(text):
+        if ">>>" in block[1]:
+            run_examples(block[1], names, str(document), document)
+        else:
+            above = "\n" * text.count("\n", 0, block.start(1))  # so that a traceback has the document's line numbers
+            exec(compile(above + block[1], str(ROOT / document), "exec"), names)
+
+
+@pytest.mark.parametrize("kind", [pinpool.PinnedPool, pinpool.PinnedArray, pinpool.Registration])
+def test_what_is_public_is_documented_in_the_stub(kind):
+    documented = dict(docstrings(PACKAGE / "_pinpool.pyi"))
+    public = [name for name in dir(kind) if not name.startswith("_")]
+    assert [name for name in public if f"_pinpool.{kind.__name__}.{name}" not in documented] == []
+
+
+def test_the_package_says_that_it_is_typed():
+    assert (PACKAGE / "py.typed").exists()
