@@ -80,7 +80,7 @@ pub enum Error {
         /// Its answer.
         code: i64,
         /// The answer's name.
-        code_name: String,
+        code_name: Box<str>,
         /// For which device.
         device: Option<DeviceId>,
         /// Bytes of the range.

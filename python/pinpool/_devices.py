@@ -110,11 +110,4 @@ def _driver_ordinal(kind: str, index: int) -> int:
     uuid = xpu_uuid(index)
     if uuid is None:
         return index
-    found = _pinpool.find_devices(kind, library(kind))
-    matches = [device["ordinal"] for device in found if device["uuid"] == uuid.hex()]
-    if len(matches) != 1:
-        raise ValueError(
-            f"{len(matches)} Level Zero devices have the UUID {uuid.hex()} of torch's xpu:{index}; "
-            "hide all but one with ZE_AFFINITY_MASK"
-        )
-    return int(matches[0])
+    return _pinpool.ordinal_of(kind, library(kind), uuid)

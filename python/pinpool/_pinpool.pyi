@@ -354,3 +354,6 @@ def find_devices(kind: str, library: str | None) -> list[dict[str, Any]]:
 
 def current_device(kind: str, library: str | None) -> int | None:
     """Tell the ordinal of the device that the calling thread works on, where its driver knows such a thing."""
+
+def ordinal_of(kind: str, library: str | None, uuid: bytes) -> int:
+    """Tell the ordinal of the one device of a kind with this UUID. DriverUnavailableError: none, or several, have it."""

@@ -10,7 +10,10 @@ use crate::error::{Error, Result};
 /// Loads a library by its soname or path.
 pub(super) fn library(driver: &'static str, path: &str) -> Result<Library> {
     // SAFETY: a driver library's initializers are made to be run by whoever loads it.
-    unsafe { Library::new(path) }.map_err(|error| absent(driver, &format!("cannot load {path}: {error}")))
+    unsafe { Library::new(path) }.map_err(|error| {
+        let reason = std::error::Error::source(&error).map_or_else(|| error.to_string(), ToString::to_string);
+        absent(driver, &format!("cannot load {path}: {reason}"))
+    })
 }
 
 /// Looks a function up under the first of its names that there is.

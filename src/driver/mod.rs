@@ -6,7 +6,6 @@
 
 mod cuda;
 pub mod engine;
-#[path = "level_zero_placeholder.rs"]
 mod level_zero;
 mod load;
 
@@ -18,6 +17,8 @@ use crate::fork::PerProcess;
 
 /// Every driver, in the order in which "auto" asks them.
 pub static VENDORS: [&Vendor; 2] = [&cuda::VENDOR, &level_zero::VENDOR];
+
+type Open = fn(library: &str, ordinal: u32) -> Result<Arc<dyn Device>>;
 
 /// One driver.
 #[derive(Debug)]
@@ -31,7 +32,9 @@ pub struct Vendor {
     /// Lists the devices. Loads and initializes the library, and makes no context.
     find: fn(library: &str) -> Result<Vec<Found>>,
     /// Opens a device for registration.
-    open: fn(library: &str, ordinal: u32) -> Result<Arc<dyn Device>>,
+    open: Open,
+    /// Opens a device for [`Method::Import`], where the driver has such a thing.
+    open_import: Option<Open>,
     /// The ordinal of the device that the calling thread works on, where the driver knows such a thing.
     current: fn(library: &str) -> Result<Option<u32>>,
 }
@@ -212,11 +215,38 @@ impl Vendor {
     /// # Errors
     /// `DriverUnavailable` where there is no such device, `Driver` where it cannot be opened.
     pub fn open(&self, library: Option<&str>, ordinal: u32) -> Result<Arc<dyn Device>> {
-        let key = OpenKey { kind: self.kind, library: library.unwrap_or(self.library).to_owned(), ordinal };
+        self.open_shared(library, ordinal, self.open, false)
+    }
+
+    /// Opens a device for [`Method::Import`], whose lacks somebody must have accepted.
+    ///
+    /// # Errors
+    /// As for [`open`](Self::open), and `Unsupported` where the driver has no such method.
+    pub fn open_import(&self, library: Option<&str>, ordinal: u32) -> Result<Arc<dyn Device>> {
+        let why = || Error::unsupported("method=\"import\"", format!("{} registers in one way only", self.title));
+        self.open_shared(library, ordinal, self.open_import.ok_or_else(why)?, true)
+    }
+
+    /// The ordinal of the one device with this UUID.
+    ///
+    /// # Errors
+    /// `DriverUnavailable` where no device has it, or more than one.
+    pub fn ordinal_of(&self, library: Option<&str>, uuid: &[u8; 16]) -> Result<u32> {
+        let found = self.find(library)?;
+        let ids: Vec<DeviceId> = found.iter().map(|found| found.id).filter(|id| id.uuid == *uuid).collect();
+        match ids[..] {
+            [id] => Ok(id.ordinal),
+            [] => Err(load::absent(self.title, "no device has the UUID that is asked for")),
+            _ => Err(load::unavailable(self.title, &format!("{ids:?} have one UUID; open one by its ordinal"))),
+        }
+    }
+
+    fn open_shared(&self, library: Option<&str>, ordinal: u32, open: Open, import: bool) -> Result<Arc<dyn Device>> {
+        let key = OpenKey { kind: self.kind, library: library.unwrap_or(self.library).to_owned(), ordinal, import };
         if let Some(device) = opened(|devices| find_opened(devices, &key)) {
             return Ok(device);
         }
-        let device = (self.open)(&key.library, ordinal)?;
+        let device = open(&key.library, ordinal)?;
         // Whoever was quicker wins; the other one's device is closed again.
         Ok(opened(|devices| match find_opened(devices, &key) {
             Some(first) => first,
@@ -234,6 +264,7 @@ struct OpenKey {
     kind: &'static str,
     library: String,
     ordinal: u32,
+    import: bool,
 }
 
 type Opened = Vec<(OpenKey, Weak<dyn Device>)>;

@@ -12,8 +12,8 @@ pub(super) fn name(device: &Bound<'_, PyAny>) -> PyResult<(String, u32)> {
     device.py().import("pinpool._devices")?.call_method1("name", (device,))?.extract()
 }
 
-/// Opens the devices that a caller asks a pool for.
-pub(super) fn open(devices: &Bound<'_, PyAny>) -> PyResult<Vec<Arc<dyn Device>>> {
+/// Opens the devices that a caller asks a pool for; with `import`, by the method of last resort where no other works.
+pub(super) fn open(devices: &Bound<'_, PyAny>, import: bool) -> PyResult<Vec<Arc<dyn Device>>> {
     let py = devices.py();
     let names: Vec<(String, Option<String>, u32)> =
         py.import("pinpool._devices")?.call_method1("resolve", (devices,))?.extract()?;
@@ -48,4 +48,10 @@ fn describe<'py>(py: Python<'py>, device: &Found) -> PyResult<Bound<'py, PyDict>
 #[pyfunction]
 pub(crate) fn current_device(py: Python<'_>, kind: &str, library: Option<&str>) -> PyResult<Option<u32>> {
     Ok(py.detach(|| vendor(kind)?.current(library))?)
+}
+
+/// The ordinal of the one device of this kind with this UUID.
+#[pyfunction]
+pub(crate) fn ordinal_of(py: Python<'_>, kind: &str, library: Option<&str>, uuid: [u8; 16]) -> PyResult<u32> {
+    Ok(py.detach(|| vendor(kind)?.ordinal_of(library, &uuid))?)
 }

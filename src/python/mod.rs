@@ -46,7 +46,7 @@ mod _pinpool {
     #[pymodule_export]
     use super::array::PinnedArray;
     #[pymodule_export]
-    use super::devices::{current_device, find_devices};
+    use super::devices::{current_device, find_devices, ordinal_of};
     #[pymodule_export]
     use super::exchange::{torch_empty, use_exchange_api};
     #[pymodule_export]
@@ -95,7 +95,7 @@ impl From<Error> for PyErr {
                     value.setattr("driver", driver)?;
                     value.setattr("call", call)?;
                     value.setattr("code", code)?;
-                    value.setattr("code_name", code_name)?;
+                    value.setattr("code_name", &*code_name)?;
                     value.setattr("device", device)?;
                     value.setattr("bytes", bytes)
                 })

@@ -255,8 +255,8 @@ impl<'py> Devices<'py> {
         };
         match register {
             "off" => Ok((Vec::new(), None)),
-            "require" => Ok((devices::open(&given)?, None)),
-            "try" => match devices::open(&given) {
+            "require" => Ok((devices::open(&given, false)?, None)),
+            "try" => match devices::open(&given, true) {
                 Ok(devices) => Ok((devices, None)),
                 Err(error) if error.is_instance_of::<PinpoolError>(py) => Ok((Vec::new(), Some(error.to_string()))),
                 Err(error) => Err(error),

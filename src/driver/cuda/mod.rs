@@ -31,6 +31,7 @@ pub(super) static VENDOR: Vendor = Vendor {
     library: "libcuda.so.1",
     find: |library| Driver::load(library)?.find(),
     open: |library, ordinal| Ok(Arc::new(CudaDevice::open(Driver::load(library)?, ordinal)?)),
+    open_import: None,
     current: |library| Ok(Driver::load(library)?.current()),
 };
 
@@ -126,7 +127,15 @@ impl Driver {
             unsafe { CStr::from_ptr(name) }.to_string_lossy().into_owned()
         };
         let advice = advice(code);
-        Err(Error::Driver { driver: TITLE, call, code: i64::from(code), code_name, device, bytes, advice })
+        Err(Error::Driver {
+            driver: TITLE,
+            call,
+            code: i64::from(code),
+            code_name: code_name.into(),
+            device,
+            bytes,
+            advice,
+        })
     }
 }
 

@@ -2,6 +2,7 @@
 //! failures leave an error behind that a later call of somebody else reports. Names, types and values are cuda.h's.
 
 use std::ffi::{c_char, c_int, c_uint, c_void};
+use std::mem::ManuallyDrop;
 
 use libloading::Library;
 
@@ -38,7 +39,8 @@ macro_rules! functions {
         /// The driver's functions, and the library that holds them.
         pub(super) struct Functions {
             $($(#[$meta])* pub(super) $field: unsafe extern "C" fn($($argument),*) -> Code,)*
-            _library: Library,
+            /// Never unloaded: a driver has threads and exit handlers of its own.
+            _library: ManuallyDrop<Library>,
         }
 
         impl Functions {
@@ -48,7 +50,7 @@ macro_rules! functions {
                 Ok(Self {
                     // SAFETY: the signatures are those of cuda.h, and the pointers live as long as `_library`.
                     $($field: unsafe { load::symbol("CUDA", &library, &[$symbol $(, $older)?])? },)*
-                    _library: library,
+                    _library: ManuallyDrop::new(library),
                 })
             }
         }
