@@ -3,6 +3,8 @@
 #![allow(dead_code)] // each test file uses a part of it
 #![allow(unsafe_code)] // asks the kernel directly, so that pinpool is not its own witness
 
+pub(crate) mod books;
+pub(crate) mod driver;
 pub(crate) mod maps;
 pub(crate) mod process;
 pub(crate) mod seccomp;
