@@ -27,7 +27,8 @@ const CUTS: u64 = 64;
 fn pool(lock: bool) -> Pool {
     // Unlocked regions are address space only, so their budget is no one's memory.
     let max_bytes = (!lock).then_some(1 << 40);
-    Pool::new(PoolOptions { max_bytes, region: RegionOptions { lock, ..RegionOptions::default() } }).expect("a pool")
+    let region = RegionOptions { lock, ..RegionOptions::default() };
+    Pool::new(PoolOptions { max_bytes, region, ..PoolOptions::default() }).expect("a pool")
 }
 
 fn take(pool: &Pool, len: usize) -> Block {

@@ -4,10 +4,12 @@
 use std::cell::LazyCell;
 use std::hint::black_box;
 use std::ops::Range;
+use std::sync::Arc;
 use std::time::Duration;
 
 use criterion::measurement::WallTime;
 use criterion::{BenchmarkGroup, BenchmarkId, Criterion, criterion_group, criterion_main};
+use pinpool::driver::engine::Registrations;
 use pinpool::registry::shared::{global, is_pinned};
 use pinpool::registry::{Adoption, Key, Registry};
 
@@ -30,10 +32,10 @@ fn page(number: usize) -> Range<usize> {
     start..start + PAGE
 }
 
-fn filled(count: usize) -> Registry {
-    let mut registry = Registry::new(PAGE);
+fn filled(count: usize) -> Registry<()> {
+    let (mut registry, note) = (Registry::new(PAGE), Arc::new(()));
     for number in 0..count {
-        registry.insert(page(2 * number)).expect("free");
+        registry.insert(page(2 * number), Arc::clone(&note)).expect("free");
     }
     registry
 }
@@ -91,7 +93,11 @@ struct SharedRanges(Vec<Key>);
 
 impl SharedRanges {
     fn insert(count: usize) -> Self {
-        let insert = |number| global().change(|registry| registry.insert(page(2 * number)).expect("free"));
+        let note = Arc::new(Registrations::default());
+        let insert = |number| {
+            let note = Arc::clone(&note);
+            global().change(|registry| registry.insert(page(2 * number), note).expect("free"))
+        };
         Self((0..count).map(insert).collect())
     }
 }
@@ -108,13 +114,13 @@ impl Drop for SharedRanges {
 fn regions(criterion: &mut Criterion) {
     let mut group = group(criterion, "insert + forget");
     for count in COUNTS {
-        let mut registry = LazyCell::new(|| filled(count));
+        let (mut registry, note) = (LazyCell::new(|| filled(count)), Arc::new(()));
         let mut pages = random_pages(count, false).into_iter().cycle();
         group.bench_function(BenchmarkId::from_parameter(count), |bencher| {
             let registry = &mut *registry;
             bencher.iter(|| {
                 let start = pages.next().expect("a cycle has no end");
-                let key = registry.insert(start..start + PAGE).expect("free");
+                let key = registry.insert(start..start + PAGE, Arc::clone(&note)).expect("free");
                 registry.forget(start..start + PAGE, key);
             });
         });
@@ -125,13 +131,14 @@ fn regions(criterion: &mut Criterion) {
 fn registrations(criterion: &mut Criterion) {
     let mut group = group(criterion, "adopt + retire");
     for count in COUNTS {
-        let _ranges = SharedRanges::insert(count);
+        let (_ranges, note) = (SharedRanges::insert(count), Arc::new(Registrations::default()));
         let mut pages = random_pages(count, false).into_iter().cycle();
         group.bench_function(BenchmarkId::from_parameter(count), |bencher| {
             bencher.iter(|| {
                 let start = pages.next().expect("a cycle has no end");
                 let Ok(Adoption::Arriving(key)) = global().adopt(&(start..start + PAGE)) else { panic!("it is free") };
-                global().change(|registry| registry.publish(key));
+                let note = Arc::clone(&note);
+                global().change(|registry| registry.publish(key, note));
                 let unlocked = global().change(|registry| registry.retire(key));
                 global().change(|registry| registry.remove(key));
                 unlocked

@@ -5,6 +5,7 @@
 //! torch up to 2.13 aborts the process on an overflowing size.
 #![allow(unsafe_code)] // hands owned memory across the C boundary
 
+use std::cell::Cell;
 use std::ffi::{CStr, c_void};
 
 use crate::error::{Error, Result};
@@ -162,11 +163,23 @@ pub fn checked_bytes(shape: &[i64], element: &ElementType) -> Result<usize> {
     Ok(if shape.contains(&0) { 0 } else { bytes as usize })
 }
 
+thread_local! {
+    /// Address of the tensor that this thread's last deleter call freed.
+    static LAST_DELETED: Cell<usize> = const { Cell::new(0) };
+}
+
+/// Whether the last deleter call of this thread was for that tensor. A consumer that refuses a tensor may have deleted
+/// it or not (torch does either), and nothing else tells.
+pub fn was_just_deleted<M>(tensor: *const M) -> bool {
+    LAST_DELETED.get() == tensor as usize
+}
+
 /// A managed tensor together with all that it points to.
 struct Owned<M, O> {
     managed: M,
-    /// Lengths, then strides.
-    _dimensions: Box<[i64]>,
+    /// Lengths, then strides: twice the rank.
+    dimensions: *mut i64,
+    rank: usize,
     _owner: O,
 }
 
@@ -179,19 +192,32 @@ impl<M, O> Owned<M, O> {
         element: &ElementType,
         make: impl FnOnce(Tensor) -> M,
     ) -> *mut Self {
-        let mut dimensions = with_strides(shape);
-        let shape_start = dimensions.as_mut_ptr();
+        LAST_DELETED.set(0); // the heap may give out the address of a tensor that was deleted before
+        let dimensions = Box::into_raw(with_strides(shape)).cast::<i64>();
         let is_empty = shape.contains(&0);
-        let tensor = Tensor {
+        let managed = make(Tensor {
             data: if is_empty { std::ptr::null_mut() } else { data.cast() },
             device: CPU,
             ndim: shape.len() as i32,
             dtype: element.data_type,
-            shape: shape_start,
-            strides: shape_start.wrapping_add(shape.len()),
+            shape: dimensions,
+            strides: dimensions.wrapping_add(shape.len()),
             byte_offset: 0,
-        };
-        Box::into_raw(Box::new(Self { managed: make(tensor), _dimensions: dimensions, _owner: owner }))
+        });
+        Box::into_raw(Box::new(Self { managed, dimensions, rank: shape.len(), _owner: owner }))
+    }
+
+    /// Frees what [`leak`](Self::leak) leaked.
+    ///
+    /// # Safety
+    /// `context` is what `leak` returned, and this is the only call for it.
+    unsafe fn delete(context: *mut c_void, tensor: *const M) {
+        // SAFETY: the caller's promise.
+        let owned = unsafe { Box::from_raw(context.cast::<Self>()) };
+        let dimensions = std::ptr::slice_from_raw_parts_mut(owned.dimensions, 2 * owned.rank);
+        // SAFETY: leaked from a box of this length.
+        drop(unsafe { Box::from_raw(dimensions) });
+        LAST_DELETED.set(tensor as usize);
     }
 }
 
@@ -217,7 +243,7 @@ pub fn export_versioned<O: Send + 'static>(
 ) -> *mut ManagedTensorVersioned {
     unsafe extern "C" fn delete<O>(tensor: *mut ManagedTensorVersioned) {
         // SAFETY: the consumer calls once, with the pointer that it was given.
-        drop(unsafe { Box::from_raw((*tensor).context.cast::<Owned<ManagedTensorVersioned, O>>()) });
+        unsafe { Owned::<ManagedTensorVersioned, O>::delete((*tensor).context, tensor) };
     }
     let owned = Owned::leak(owner, data, shape, element, |tensor| ManagedTensorVersioned {
         version: VERSION,
@@ -232,6 +258,30 @@ pub fn export_versioned<O: Send + 'static>(
     unsafe { &raw mut (*owned).managed }
 }
 
+/// Deletes a tensor that no consumer took.
+///
+/// # Safety
+/// The tensor is whole, and nobody uses it any more.
+pub unsafe fn discard_versioned(tensor: *mut ManagedTensorVersioned) {
+    // SAFETY: the caller's promise.
+    if let Some(delete) = unsafe { (*tensor).deleter } {
+        // SAFETY: the only call.
+        unsafe { delete(tensor) };
+    }
+}
+
+/// As [`discard_versioned`], for the form before version 1.
+///
+/// # Safety
+/// The tensor is whole, and nobody uses it any more.
+pub unsafe fn discard_legacy(tensor: *mut ManagedTensor) {
+    // SAFETY: the caller's promise.
+    if let Some(delete) = unsafe { (*tensor).deleter } {
+        // SAFETY: the only call.
+        unsafe { delete(tensor) };
+    }
+}
+
 /// Makes a tensor of the form before version 1; otherwise as [`export_versioned`].
 pub fn export_legacy<O: Send + 'static>(
     owner: O,
@@ -241,7 +291,7 @@ pub fn export_legacy<O: Send + 'static>(
 ) -> *mut ManagedTensor {
     unsafe extern "C" fn delete<O>(tensor: *mut ManagedTensor) {
         // SAFETY: the consumer calls once, with the pointer that it was given.
-        drop(unsafe { Box::from_raw((*tensor).context.cast::<Owned<ManagedTensor, O>>()) });
+        unsafe { Owned::<ManagedTensor, O>::delete((*tensor).context, tensor) };
     }
     let owned = Owned::leak(owner, data, shape, element, |tensor| ManagedTensor {
         tensor,

@@ -103,6 +103,21 @@ pub enum Error {
     Interrupted,
 }
 
+/// Why memory was not pinned, and whether something of it remains.
+#[derive(Debug)]
+pub struct NotPinned {
+    /// The first refusal.
+    pub error: Error,
+    /// What was done could not be undone: the memory stays mapped, and must, for good.
+    pub stuck: bool,
+}
+
+impl From<Error> for NotPinned {
+    fn from(error: Error) -> Self {
+        Self { error, stuck: false }
+    }
+}
+
 const OUT_OF_MEMORY_HELP: &str = "; the machine is short of memory, the process has vm.max_map_count mappings, or \
                                   a limit like `ulimit -v` is reached";
 

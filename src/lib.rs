@@ -4,6 +4,7 @@
 //!
 //! | module | owns |
 //! |---|---|
+//! | [`doctor`] | what stands in the way of a large pin here, and what helps |
 //! | [`dlpack`] | the C structs of DLPack, and managed tensors that own a block |
 //! | [`pool`], [`Block`] | reuse, budget, waiting, statistics |
 //! | `arena` | free space in shared regions; pure |
@@ -21,6 +22,7 @@ compile_error!("pinpool is for 64-bit Linux");
 mod arena;
 mod block;
 pub mod dlpack;
+pub mod doctor;
 pub mod driver;
 mod error;
 mod fork;
@@ -38,3 +40,12 @@ pub use error::{Error, Result};
 pub use os::memory_calls;
 pub use pool::{Pool, PoolOptions, Stats};
 pub use region::{Pages, RegionOptions};
+
+/// Makes what the process keeps for good. A fork in the middle of making one of these would leave it half made in the
+/// child, so it is better done early.
+pub fn make_statics() {
+    registry::shared::global();
+    pool::make_statics();
+    pinned::make_statics();
+    driver::make_statics();
+}

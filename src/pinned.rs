@@ -13,7 +13,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::driver::engine::{Cut, Refused, Registrations};
 use crate::driver::{DeviceId, Registering, Request};
-use crate::error::{Error, Result};
+use crate::error::{Error, NotPinned, Result};
 use crate::fork::PerProcess;
 use crate::region::{Progress, Region, RegionOptions, lock_in_steps, lock_refused};
 use crate::registry::shared::global;
@@ -59,7 +59,10 @@ impl Pinned {
         progress: &mut Progress<'_>,
     ) -> std::result::Result<Self, NotPinned> {
         let fork_generation = os::fork_generation();
-        let region = Region::map(len, options, progress)?;
+        let region = Region::make(len, options, progress)?;
+        if fork_generation != os::fork_generation() {
+            return Err(Error::Forked.into()); // the callback forked, and this is the child
+        }
         let range = region.address()..region.address() + region.len();
         let request = Request { address: region.address(), len: region.len(), read_only: false };
         let (registrations, refusal) = match Registrations::make(registering.devices, &request, Cut::Whole, progress) {
@@ -69,7 +72,7 @@ impl Pinned {
                 std::mem::forget(region);
                 return Err(NotPinned { error, stuck: true });
             }
-            Err(Refused { error, stuck: None }) if registering.required => return Err(error.into()),
+            Err(Refused { error, stuck: None }) if registering.required => return Err(give_up(region, error)),
             Err(Refused { error, stuck: None }) => (Registrations::default(), Some(error)),
         };
         let registrations = Arc::new(registrations);
@@ -140,13 +143,16 @@ impl Pinned {
             let _ = os::unlock(range.start, bytes); // a refused mlock may have locked a part
             refusal
         })?;
-        self.restore(range, key);
-        Ok(())
+        if self.restore(range, key) {
+            return Ok(());
+        }
+        // Its last owner registered it, and that registration is still open: it holds the lock now.
+        Err(Error::invalid("block", "a registration still holds it"))
     }
 
-    fn restore(&self, range: &Range<usize>, key: Key) {
+    fn restore(&self, range: &Range<usize>, key: Key) -> bool {
         let note = Arc::clone(&self.registrations);
-        global().change(|registry| registry.restore(range.clone(), key, note));
+        global().change(|registry| registry.restore(range.clone(), key, note))
     }
 
     /// Gives the memory back to the system.
@@ -191,6 +197,18 @@ impl Drop for Pinned {
     }
 }
 
+/// Unmaps a region that is not wanted any more.
+fn give_up(region: Region, error: Error) -> NotPinned {
+    let len = region.len();
+    match region.unmap() {
+        Ok(()) => error.into(),
+        Err(_) => {
+            LEAKED_BYTES.fetch_add(len, Ordering::Relaxed);
+            NotPinned { error, stuck: true }
+        }
+    }
+}
+
 /// A range of the caller's memory, locked in place and registered. Dropping it undoes both.
 #[derive(Debug)]
 pub struct Adopted {
@@ -199,21 +217,6 @@ pub struct Adopted {
     refusal: Option<Error>,
     key: Option<Key>,
     fork_generation: u64,
-}
-
-/// Why memory was not pinned.
-#[derive(Debug)]
-pub struct NotPinned {
-    /// The first refusal.
-    pub error: Error,
-    /// A driver would not take back what it had registered before: the memory stays mapped, and must, for good.
-    pub stuck: bool,
-}
-
-impl From<Error> for NotPinned {
-    fn from(error: Error) -> Self {
-        Self { error, stuck: false }
-    }
 }
 
 impl Adopted {
@@ -262,9 +265,9 @@ impl Adopted {
         self.refusal.as_ref()
     }
 
-    /// Whether no driver knows the range any more. Only then may the memory go, even after a release.
-    pub fn is_forgotten(&self) -> bool {
-        self.fork_generation != os::fork_generation() || self.registrations.are_forgotten()
+    /// What the drivers know of the range. Only when they have forgotten it may the memory go, even after a release.
+    pub fn registrations(&self) -> &Arc<Registrations> {
+        &self.registrations
     }
 
     /// Unregisters the range and unlocks the pages that nobody else has adopted. A second call does nothing.
@@ -273,8 +276,8 @@ impl Adopted {
     /// `Driver` or `Os` with the refusal: the range stays pinned, and the call may be made again.
     pub fn release(&mut self) -> Result<()> {
         let Some(key) = self.key else { return Ok(()) };
-        if self.fork_generation == os::fork_generation() {
-            leave(key, &self.registrations)?;
+        if self.fork_generation == os::fork_generation() && !leave(key, &self.registrations)? {
+            self.registrations = Arc::default(); // they are the other owners' concern from here on
         }
         self.key = None;
         Ok(())
@@ -339,17 +342,19 @@ fn share(key: Key, range: &Range<usize>, registering: &Registering<'_>) -> Resul
     if !registering.required {
         return Ok((registrations, Some(refusal)));
     }
-    leave(key, &registrations)?;
+    if leave(key, &registrations).is_err() {
+        abandon(range.end - range.start, registrations); // whoever was the last owner left while we looked
+    }
     Err(refusal)
 }
 
-/// Takes one owner off an adopted range. The last one unregisters and unlocks.
-fn leave(key: Key, registrations: &Registrations) -> Result<()> {
-    let Some(pages) = global().change(|registry| registry.retire(key)) else { return Ok(()) };
+/// Takes one owner off an adopted range. The last one unregisters and unlocks. False: it was not the last.
+fn leave(key: Key, registrations: &Registrations) -> Result<bool> {
+    let Some(pages) = global().change(|registry| registry.retire(key)) else { return Ok(false) };
     match registrations.end().and_then(|()| unlock(&pages)) {
         Ok(()) => {
             global().change(|registry| registry.remove(key));
-            Ok(())
+            Ok(true)
         }
         Err(error) => {
             global().change(|registry| registry.keep(key));
@@ -383,9 +388,14 @@ fn unlock(pages: &Range<usize>) -> Result<()> {
     }
 }
 
+static ABANDONED: PerProcess<Mutex<Vec<Arc<Registrations>>>> = PerProcess::new();
+
+pub(crate) fn make_statics() {
+    ABANDONED.get();
+}
+
 /// Counts memory that cannot be given back, and keeps alive what its registrations need.
 fn abandon(len: usize, registrations: Arc<Registrations>) {
-    static ABANDONED: PerProcess<Mutex<Vec<Arc<Registrations>>>> = PerProcess::new();
     LEAKED_BYTES.fetch_add(len, Ordering::Relaxed);
     ABANDONED.get().lock().unwrap_or_else(PoisonError::into_inner).push(registrations);
 }

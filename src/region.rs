@@ -8,7 +8,7 @@ use std::ops::{ControlFlow, Range};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::thread;
 
-use crate::error::{Error, Result};
+use crate::error::{Error, NotPinned, Result};
 use crate::os::{self, Advice};
 use crate::{limits, os::HugetlbShift};
 
@@ -122,17 +122,34 @@ impl Region {
     /// `Unsupported` for pages that this machine does not have, `MemlockLimit`, `Os` for any other refusal,
     /// `Interrupted` when `progress` says so. Nothing stays mapped or locked.
     pub fn map(len: usize, options: &RegionOptions, progress: &mut Progress<'_>) -> Result<Self> {
+        Self::make(len, options, progress).map_err(|refused| refused.error)
+    }
+
+    /// As [`map`](Self::map), and tells when the system would not take back what it had given.
+    pub(crate) fn make(
+        len: usize,
+        options: &RegionOptions,
+        progress: &mut Progress<'_>,
+    ) -> std::result::Result<Self, NotPinned> {
         let mut region = Self::map_aligned(len, options)?;
+        match region.furnish(options, progress) {
+            Ok(()) => Ok(region),
+            Err(error) => Err(NotPinned { error, stuck: region.unmap().is_err() }),
+        }
+    }
+
+    /// Places, advises, prefaults and locks.
+    fn furnish(&mut self, options: &RegionOptions, progress: &mut Progress<'_>) -> Result<()> {
         if let Some(node) = options.numa {
-            os::bind_to_node(region.address, region.len, node).map_err(|source| node_refused(node, &source))?;
+            os::bind_to_node(self.address, self.len, node).map_err(|source| node_refused(node, &source))?;
         }
-        region.advise(options)?;
+        self.advise(options)?;
         if options.lock {
-            region.prefault(options, progress)?;
-            region.check_huge(options)?;
-            lock_in_steps(&(region.address..region.address + region.len), progress)?;
+            self.prefault(options, progress)?;
+            self.check_huge(options)?;
+            lock_in_steps(&(self.address..self.address + self.len), progress)?;
         }
-        Ok(region)
+        Ok(())
     }
 
     /// First byte, on a page.

@@ -8,11 +8,12 @@ use common::seccomp::{Rule, refuse};
 use common::{GIB, KIB, MIB, address, is_pinned, page, pool, pool_of};
 use pinpool::{Block, Pool, RegionOptions, memory_calls};
 
-/// The memory calls of pinpool, all refused. malloc's mmap and munmap are too: nothing here grows its heap.
+/// The memory calls of pinpool, all refused. malloc's munmap is too: nothing here shrinks its heap.
 fn refuse_memory_calls() {
-    let calls = [libc::SYS_mmap, libc::SYS_munmap, libc::SYS_madvise, libc::SYS_mlock, libc::SYS_munlock];
+    let private = (libc::MAP_PRIVATE | libc::MAP_ANONYMOUS) as usize;
+    let calls = [libc::SYS_mbind, libc::SYS_madvise, libc::SYS_mlock, libc::SYS_munlock, libc::SYS_munmap];
     let mut rules = calls.map(|call| Rule::every(call, libc::EPERM)).to_vec();
-    rules.push(Rule::mbind(libc::EPERM));
+    rules.push(Rule::every(libc::SYS_mmap, libc::EPERM).with(3, private));
     refuse(&rules);
 }
 

@@ -92,9 +92,12 @@ fn an_overlap_is_refused_by_name_and_changes_nothing() {
             [(start - 1, 2), (start, len - 1), (start + 1, len - 1), (start + len - 1, 1), (start - 8, len + 16)];
         for (wanted, wanted_len) in overlaps {
             let refusal = refusal(wanted, wanted_len);
-            assert!(
-                matches!(refusal, Error::Overlap { wanted: w, existing: e, adopted: true } if w == (wanted, wanted_len) && e == (start, len))
-            );
+            match refusal {
+                Error::Overlap { wanted: w, existing, adopted: true } => {
+                    assert_eq!((w, existing), ((wanted, wanted_len), (start, len)));
+                }
+                ref other => panic!("{other:?}"),
+            }
             let text = refusal.to_string();
             assert!(text.contains(&format!("{start:#x}+{len}")) && text.contains(&format!("{wanted:#x}+")), "{text}");
         }

@@ -112,8 +112,10 @@ fn a_block_that_cannot_be_locked_again_waits_and_is_not_handed_out() {
         assert!(unpin(address(&block)).expect("the kernel takes it"));
         drop(block);
         let refusal = refused(&[Rule::mlock(libc::EAGAIN)], || pool.take(10).map(drop)).expect_err("nothing is pinned");
-        let named = matches!(refusal, Error::OutOfPinnedMemory { pending, allocated, .. } if (pending, allocated) == (page(), page()));
-        assert!(named, "{refusal:?}");
+        match refusal {
+            Error::OutOfPinnedMemory { pending, allocated, .. } => assert_eq!((pending, allocated), (page(), page())),
+            other => panic!("{other:?}"),
+        }
         assert_eq!(stats(&pool).pending_bytes, page());
         let again = pool.take(10).expect("the lock is not refused any more");
         assert!(is_pinned(&again) && is_pinned(&neighbour));

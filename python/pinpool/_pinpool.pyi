@@ -8,6 +8,7 @@ import numpy.typing as npt
 import torch
 from typing_extensions import CapsuleType
 
+from pinpool._doctor import Report
 from pinpool._types import Progress, Shape, Stats
 
 __version__: str
@@ -357,3 +358,15 @@ def current_device(kind: str, library: str | None) -> int | None:
 
 def ordinal_of(kind: str, library: str | None, uuid: bytes) -> int:
     """Tell the ordinal of the one device of a kind with this UUID. DriverUnavailableError: none, or several, have it."""
+
+def doctor(cuda_library: str | None, level_zero_library: str | None) -> Report:
+    """Examine what stands in the way of a large pin: limits, memory, pages, drivers. Makes no context on a device.
+
+    The libraries are loaded instead of the usual ones. A dict with the keys `verdict` (0: all is fine, 1: pinning works,
+    with warnings, 2: nothing can be pinned) and `sections`: dicts with `title` and `findings`, which are dicts with
+    `topic`, `fact`, `severity` ("ok", "warning", "failure") and `remedy` (or None).
+
+    >>> from pinpool._pinpool import doctor
+    >>> [section["title"] for section in doctor(None, None)["sections"]]
+    ['system', 'limits', 'pages', 'NUMA', 'trial', 'CUDA', 'Level Zero']
+    """

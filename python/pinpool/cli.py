@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pinpool._pinpool import PinpoolError, __version__
+from pinpool import _doctor
+from pinpool._devices import library
+from pinpool._pinpool import PinpoolError, __version__, doctor
 from pinpool.demo import DemoError
 
 if TYPE_CHECKING:
@@ -41,6 +44,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"pinpool {__version__}")
     commands = parser.add_subparsers(dest="name", required=True, metavar="COMMAND")
     _add_demo(commands.add_parser("demo", help="run a real model out of a pool", description=_demo.__doc__))
+    _add_doctor(
+        commands.add_parser("doctor", help="say what stands in the way of pinning", description=_examine.__doc__)
+    )
     return parser
 
 
@@ -85,3 +91,23 @@ def _demo(options: argparse.Namespace) -> int:
     report = run(options.weights or default_weights(), options.laps, host_only=options.device == "host")
     print(report.table())
     return 0 if report.passed else 1
+
+
+def _add_doctor(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(command=_examine)
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="print a JSON object: verdict (the exit code) and sections; each has a title and findings; each of these "
+        "has a topic, a fact, a severity (ok, warning, failure) and a remedy (or null)",
+    )
+
+
+def _examine(options: argparse.Namespace) -> int:
+    """Say what stands in the way of a large pin on this machine, and what helps; no context is made on any device.
+
+    The exit code is 0 if all is fine, 1 if pinning works, but there are warnings, and 2 if nothing can be pinned.
+    """
+    report = doctor(library("cuda"), library("xpu"))
+    print(json.dumps(report, indent=2) if options.json else _doctor.text(report))
+    return report["verdict"]

@@ -115,8 +115,8 @@ def unpin(tensor: torch.Tensor) -> bool:
 def extent(tensor: torch.Tensor) -> tuple[int, int, bool, torch.Tensor] | str:
     """Tell the address of a tensor, its bytes from first to last, whether its elements fill them, and their keeper.
 
-    The keeper is another tensor on the same storage: the one passed may be given other memory (`t.data = ...`). A text
-    says why there is no host memory.
+    The keeper is an array on the same storage: the tensor may be given other memory (`t.data = ...`), and torch does not
+    resize a storage that an array looks at. A text says why there is no host memory.
     """
     if isinstance(tensor, FakeTensor) or tensor.is_meta or is_traceable_wrapper_subclass(tensor):
         return f"{_kind(tensor)}: it has no memory of its own"
@@ -128,7 +128,16 @@ def extent(tensor: torch.Tensor) -> tuple[int, int, bool, torch.Tensor] | str:
     if numel == 0:
         return tensor.data_ptr(), 0, True, tensor
     reach = sum((count - 1) * stride for count, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr(), (reach + 1) * element, reach + 1 == numel, tensor.detach()
+    return tensor.data_ptr(), (reach + 1) * element, reach + 1 == numel, _keeper(tensor)
+
+
+def _keeper(tensor: torch.Tensor) -> object:
+    with torch.no_grad():
+        whole = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+    try:
+        return whole.numpy()
+    except RuntimeError:  # this torch works without numpy
+        return whole
 
 
 def _kind(tensor: torch.Tensor) -> str:

@@ -269,6 +269,10 @@ struct OpenKey {
 
 type Opened = Vec<(OpenKey, Weak<dyn Device>)>;
 
+pub(crate) fn make_statics() {
+    opened(|_| ());
+}
+
 fn opened<T>(visit: impl FnOnce(&mut Opened) -> T) -> T {
     static OPENED: PerProcess<Mutex<Opened>> = PerProcess::new();
     visit(&mut OPENED.get().lock().unwrap_or_else(PoisonError::into_inner))

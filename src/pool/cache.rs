@@ -112,12 +112,14 @@ impl ShardedCache {
         Ok(())
     }
 
-    /// Puts a block in that was counted as returned before. A closed pool does not take it: it goes when the pool does.
-    pub(super) fn restock(&self, record: Arc<Record>) {
+    /// Puts a block in that was counted as returned before; hands it back when the pool is closed.
+    pub(super) fn restock(&self, record: Arc<Record>) -> std::result::Result<(), Arc<Record>> {
         let mut cache = own(&self.shards).lock();
-        if cache.lease.is_some() {
-            cache.by_len.entry(record.len).or_default().push(record);
+        if cache.lease.is_none() {
+            return Err(record);
         }
+        cache.by_len.entry(record.len).or_default().push(record);
+        Ok(())
     }
 
     /// Counts a block that comes back without entering the cache.

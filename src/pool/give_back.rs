@@ -7,6 +7,7 @@ use super::inner::Inner;
 use super::record::{Record, Return};
 use crate::error::Result;
 use crate::pinned::{Pinned, Released};
+use crate::region::Progress;
 
 impl Inner {
     /// Takes a block back from its last owner.
@@ -37,15 +38,18 @@ impl Inner {
 
     /// Gives everything idle back to the system, and answers how many bytes that were.
     pub(super) fn trim(&self) -> Result<usize> {
-        let _releasing = self.releasing();
+        let mut releasing = self.releasing();
         let mut idle = self.cache.drain(|_| true);
         idle.extend(self.reclaim_unpinned(|record| !record.own_region)); // what is unmapped needs no lock
-        self.dispose(&idle)
+        let freed = self.dispose(&idle);
+        releasing.moved = !idle.is_empty() || freed.as_ref().is_ok_and(|&bytes| bytes > 0);
+        freed
     }
 
     /// Joins the idle small blocks in the arena, and gives idle regions of `len` bytes, or what there is, back to the
     /// system. False: nothing was idle, and no other thread was giving anything back.
-    pub(super) fn make_room(&self, len: usize) -> Result<bool> {
+    pub(super) fn make_room(&self, len: usize, progress: &mut Progress<'_>) -> Result<bool> {
+        let released = self.store().released;
         let wanted = Cell::new(len);
         let take = |record: &Record| {
             let taken = !record.own_region || wanted.get() > 0;
@@ -54,12 +58,12 @@ impl Inner {
             }
             taken
         };
-        let moved = {
-            let _releasing = self.releasing();
-            let idle = self.cache.drain(take);
-            self.dispose(&idle)? > 0 || !idle.is_empty()
-        };
-        Ok(moved || self.await_releases())
+        let mut releasing = self.releasing();
+        let idle = self.cache.drain(take);
+        releasing.moved = self.dispose(&idle)? > 0 || !idle.is_empty();
+        let moved = releasing.moved;
+        drop(releasing);
+        if moved { Ok(true) } else { self.await_releases(released, progress) }
     }
 
     /// Takes blocks out of the books, and gives the regions that they leave idle back to the system, and those that
@@ -107,11 +111,16 @@ impl Inner {
     pub(super) fn restock_unpinned(&self) -> bool {
         let ready = self.reclaim_unpinned(|_| true);
         let any = !ready.is_empty();
-        ready.into_iter().for_each(|record| self.cache.restock(record));
-        if any {
-            self.announce();
-        }
+        ready.into_iter().for_each(|record| self.restock(record));
         any
+    }
+
+    /// Puts a whole block that was counted as returned into the cache.
+    fn restock(&self, record: Arc<Record>) {
+        match self.cache.restock(record) {
+            Ok(()) => self.announce(),
+            Err(record) => drop(self.dispose(&[record])), // what the system refuses is counted as leaked
+        }
     }
 
     /// Takes out the blocks that came back unlocked, locked again where they must be. The others stay where they are.
@@ -144,8 +153,12 @@ impl Inner {
         let unpinned = region.unpin(&record.range());
         match record.end_unpin(matches!(unpinned, Ok(true))) {
             Some(Return::Unpinned) => self.put_aside(record),
-            Some(_) => self.cache.restock(record),
+            Some(_) => self.restock(record),
             None => {}
+        }
+        drop(region);
+        if self.cache.check_open().is_err() {
+            let _ = self.dispose(&[]); // the region may have become idle meanwhile
         }
         Some(unpinned)
     }

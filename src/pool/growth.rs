@@ -7,10 +7,10 @@ use super::MIB;
 use super::inner::Inner;
 use super::record::Record;
 use crate::driver::engine::SMALLEST_PIECE;
-use crate::error::{Error, Result};
+use crate::error::{Error, NotPinned, Result};
 use crate::limits::{self, Budget, Source};
 use crate::os;
-use crate::pinned::{NotPinned, Pinned};
+use crate::pinned::Pinned;
 use crate::region::Progress;
 
 /// Requests from this size on get a region of their own.
@@ -97,35 +97,56 @@ impl Inner {
 
     /// Charges and makes a region. On failure the charge is taken back, unless a driver kept the memory.
     fn make_region(&self, len: usize, progress: &mut Progress<'_>) -> Result<Pinned> {
-        self.charge(len)?;
-        let made = Pinned::allocate(len, &self.options.region, &self.options.registering(), progress);
-        made.map_err(|NotPinned { error, stuck }| {
-            let mut store = self.store();
-            if stuck {
-                store.count_leaked(len)
-            } else {
-                store.refund(len)
+        let charge = self.charge(len)?;
+        match Pinned::allocate(len, &self.options.region, &self.options.registering(), progress) {
+            Ok(pinned) => {
+                charge.keep();
+                Ok(pinned)
             }
-            drop(store);
-            self.announce();
-            error
-        })
+            Err(NotPinned { error, stuck: false }) => Err(error),
+            Err(NotPinned { error, stuck: true }) => {
+                charge.keep();
+                self.store().count_leaked(len);
+                Err(error)
+            }
+        }
     }
 
-    fn charge(&self, len: usize) -> Result<()> {
+    fn charge(&self, len: usize) -> Result<Charge<'_>> {
         let region = &self.options.region;
         let backed = region.lock && !region.pages.come_from_the_kernels_pool();
         let headroom = if backed { limits::memory_headroom_on(region.numa) } else { self.budget };
         let shortage = {
             let mut store = self.store();
             if len <= headroom.bytes && store.charge(len, self.budget.bytes) {
-                return Ok(());
+                return Ok(Charge { pool: self, len });
             }
             let allocated = self.cache.counters().allocated_bytes.cast_unsigned();
             Shortage { allocated, cached: store.cached_bytes(allocated), pending: store.pending_bytes() }
         };
         let budget = if len > headroom.bytes { headroom } else { self.budget };
         Err(shortage.into_error(len, budget))
+    }
+}
+
+/// Bytes that are charged for a region in the making: taken back on drop, unless the region is there.
+struct Charge<'a> {
+    pool: &'a Inner,
+    len: usize,
+}
+
+impl Charge<'_> {
+    fn keep(self) {
+        std::mem::forget(self);
+    }
+}
+
+impl Drop for Charge<'_> {
+    fn drop(&mut self) {
+        if self.pool.check_process().is_ok() {
+            self.pool.store().refund(self.len);
+            self.pool.announce();
+        }
     }
 }
 

@@ -93,7 +93,7 @@ impl Inner {
         loop {
             match self.grow(len, progress) {
                 Err(refusal) if refusal.is_shortage() => {
-                    let made_room = self.make_room(len)?;
+                    let made_room = self.make_room(len, progress)?;
                     let cut = self.store().cut(len);
                     match cut {
                         Some(record) => return Ok(record),
@@ -157,18 +157,25 @@ impl Inner {
     /// Counts a thread that is giving memory back to the system, from before it takes the memory out of the books.
     pub(super) fn releasing(&self) -> Releasing<'_> {
         self.store().releasing += 1;
-        Releasing(self)
+        Releasing { pool: self, moved: false }
     }
 
-    /// Waits until no other thread is giving memory back. False: none was.
-    pub(super) fn await_releases(&self) -> bool {
-        let store = self.store();
-        if store.releasing == 0 {
-            return false;
+    /// While other threads are giving memory back, waits until more was given back than `released` times. False: none
+    /// of them had anything.
+    pub(super) fn await_releases(&self, released: u64, progress: &mut Progress<'_>) -> Result<bool> {
+        loop {
+            let store = self.store();
+            if store.released != released {
+                return Ok(true);
+            }
+            if store.releasing == 0 {
+                return Ok(false);
+            }
+            drop(self.returned.wait_timeout(store, WAIT_STEP).unwrap_or_else(PoisonError::into_inner));
+            if progress(0, 0).is_break() {
+                return Err(Error::Interrupted);
+            }
         }
-        let done = self.returned.wait_while(store, |store| store.releasing > 0);
-        drop(done.unwrap_or_else(PoisonError::into_inner));
-        true
     }
 
     pub(super) fn stats(&self) -> Stats {
@@ -213,14 +220,21 @@ impl Drop for Waiting<'_> {
 }
 
 /// A thread that gives memory back, counted while this lives.
-pub(super) struct Releasing<'a>(&'a Inner);
+pub(super) struct Releasing<'a> {
+    pool: &'a Inner,
+    /// Whether there was anything to give back.
+    pub(super) moved: bool,
+}
 
 impl Drop for Releasing<'_> {
     fn drop(&mut self) {
-        let mut store = self.0.store();
+        let mut store = self.pool.store();
         store.releasing -= 1;
-        store.returns += 1;
+        if self.moved {
+            store.released += 1;
+            store.returns += 1;
+        }
         drop(store);
-        self.0.returned.notify_all();
+        self.pool.returned.notify_all();
     }
 }

@@ -251,6 +251,10 @@ pub fn unpin(address: usize) -> Result<bool> {
     alive.iter().find_map(|pool| pool.unpin(address)).unwrap_or(Ok(false))
 }
 
+pub(crate) fn make_statics() {
+    drop(pools());
+}
+
 /// Every pool of the process that may still be alive.
 fn pools() -> MutexGuard<'static, Vec<Weak<Inner>>> {
     static POOLS: PerProcess<Mutex<Vec<Weak<Inner>>>> = PerProcess::new();

@@ -54,12 +54,17 @@ impl Record {
 
     /// Its last owner gives the block back.
     pub(super) fn give_back(&self) -> Return {
-        if self.change(LIVE, IDLE) {
-            Return::Whole
-        } else if self.change(UNPINNING, RETURNED) {
-            Return::Later
-        } else {
-            Return::Unpinned
+        loop {
+            if self.change(LIVE, IDLE) {
+                return Return::Whole;
+            }
+            if self.change(UNPINNING, RETURNED) {
+                return Return::Later;
+            }
+            if self.is_unpinned() {
+                return Return::Unpinned;
+            }
+            // Between two of these looks an unlocking began or ended.
         }
     }
 

@@ -28,6 +28,8 @@ pub(super) struct Store {
     pub(super) returns: u64,
     /// Threads that are giving memory back at this moment.
     pub(super) releasing: usize,
+    /// How often one of them had something to give back.
+    pub(super) released: u64,
 }
 
 impl Store {

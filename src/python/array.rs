@@ -40,7 +40,7 @@ impl PinnedArray {
         self.block.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn block(&self) -> PyResult<Arc<Block>> {
+    pub(super) fn block(&self) -> PyResult<Arc<Block>> {
         self.slot().clone().ok_or_else(|| PyValueError::new_err("the array was released"))
     }
 
@@ -78,10 +78,13 @@ impl PinnedArray {
         let data = block.as_ptr();
         if max_version.is_some_and(|(major, _)| major >= 1) {
             let tensor = dlpack::export_versioned(block, data, &self.shape, self.element);
+            // SAFETY: a tensor that found no capsule is still whole.
             capsule(py, tensor.cast(), VERSIONED, delete_versioned)
+                .inspect_err(|_| unsafe { dlpack::discard_versioned(tensor) })
         } else {
             let tensor = dlpack::export_legacy(block, data, &self.shape, self.element);
-            capsule(py, tensor.cast(), LEGACY, delete_legacy)
+            // SAFETY: a tensor that found no capsule is still whole.
+            capsule(py, tensor.cast(), LEGACY, delete_legacy).inspect_err(|_| unsafe { dlpack::discard_legacy(tensor) })
         }
     }
 
@@ -238,10 +241,7 @@ unsafe extern "C" fn delete_versioned(capsule: *mut ffi::PyObject) {
     // SAFETY: called by the interpreter with a capsule of ours.
     if let Some(tensor) = unsafe { unconsumed::<ManagedTensorVersioned>(capsule, VERSIONED) } {
         // SAFETY: nobody consumed the tensor, so it is still whole.
-        if let Some(delete) = unsafe { (*tensor).deleter } {
-            // SAFETY: the only call.
-            unsafe { delete(tensor) };
-        }
+        unsafe { dlpack::discard_versioned(tensor) };
     }
 }
 
@@ -249,9 +249,6 @@ unsafe extern "C" fn delete_legacy(capsule: *mut ffi::PyObject) {
     // SAFETY: called by the interpreter with a capsule of ours.
     if let Some(tensor) = unsafe { unconsumed::<ManagedTensor>(capsule, LEGACY) } {
         // SAFETY: nobody consumed the tensor, so it is still whole.
-        if let Some(delete) = unsafe { (*tensor).deleter } {
-            // SAFETY: the only call.
-            unsafe { delete(tensor) };
-        }
+        unsafe { dlpack::discard_legacy(tensor) };
     }
 }

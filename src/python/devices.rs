@@ -17,8 +17,12 @@ pub(super) fn open(devices: &Bound<'_, PyAny>, import: bool) -> PyResult<Vec<Arc
     let py = devices.py();
     let names: Vec<(String, Option<String>, u32)> =
         py.import("pinpool._devices")?.call_method1("resolve", (devices,))?.extract()?;
-    let open =
-        |(kind, library, ordinal): &(String, Option<String>, u32)| vendor(kind)?.open(library.as_deref(), *ordinal);
+    let open = |(kind, library, ordinal): &(String, Option<String>, u32)| {
+        let (vendor, library) = (vendor(kind)?, library.as_deref());
+        vendor.open(library, *ordinal).or_else(|refusal| {
+            if import { vendor.open_import(library, *ordinal).map_err(|_| refusal) } else { Err(refusal) }
+        })
+    };
     Ok(py.detach(|| names.iter().map(open).collect::<crate::Result<_>>())?)
 }
 

@@ -58,8 +58,9 @@ pub(crate) fn use_exchange_api(py: Python<'_>, types: Vec<Bound<'_, PyType>>) ->
     // SAFETY: a capsule of this name holds a table that lives as long as the process (DLPack 1.3).
     let table = unsafe { pointer.cast::<Table>().as_ref() };
     let Some(import) = table.import.filter(|_| table.version[0] == MAJOR_VERSION) else { return false };
-    API.get_or_init(py, || ExchangeApi { table, import, types: types.into_iter().map(Bound::unbind).collect() });
-    true
+    let used =
+        API.get_or_init(py, || ExchangeApi { table, import, types: types.into_iter().map(Bound::unbind).collect() });
+    std::ptr::eq(used.table, table) // the first framework's stays
 }
 
 /// Makes a tensor in pool memory; the same as `from_dlpack(pool.empty(...))`, in one call.
@@ -90,13 +91,12 @@ fn import<'py>(py: Python<'py>, api: &ExchangeApi, block: Block, layout: &Layout
         // SAFETY: success hands over one reference.
         return unsafe { Bound::from_owned_ptr_or_err(py, object.cast()) };
     }
-    // A refused tensor is not consumed.
-    // SAFETY: still whole, and deleted here only.
-    if let Some(delete) = unsafe { (*tensor).deleter } {
-        // SAFETY: the only call.
-        unsafe { delete(tensor) };
+    let error = PyErr::fetch(py);
+    if !dlpack::was_just_deleted(tensor) {
+        // SAFETY: refused and not deleted, so still whole.
+        unsafe { dlpack::discard_versioned(tensor) };
     }
-    Err(PyErr::fetch(py))
+    Err(error)
 }
 
 /// The bytes of a host tensor of one of the known types; `None` where another way has to tell.

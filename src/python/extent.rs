@@ -2,6 +2,7 @@
 #![allow(unsafe_code)] // reads the C structs of buffers and DLPack tensors
 
 use std::ffi::CStr;
+use std::sync::Arc;
 
 use pyo3::exceptions::{PyBufferError, PyTypeError};
 use pyo3::ffi;
@@ -11,6 +12,7 @@ use pyo3::types::{PyCapsule, PyTuple};
 use super::argument::byte_count;
 use super::array::PinnedArray;
 use super::exchange;
+use crate::block::Block;
 use crate::dlpack::{ManagedTensor, ManagedTensorVersioned, Tensor};
 
 /// DLPack's kinds of host memory: plain, pinned by CUDA, pinned by ROCm.
@@ -84,6 +86,8 @@ pub(super) enum Owner {
     Object(Py<PyAny>),
     /// A buffer view, which also keeps a `bytearray` from moving.
     Buffer(BufferView),
+    /// A pool's block.
+    Block(#[allow(dead_code)] Arc<Block>), // held, never read
 }
 
 /// What an object turns out to be.
@@ -108,7 +112,7 @@ impl Extent {
     /// The bytes of an object that are to be pinned, and a hold on them.
     pub(super) fn of(obj: &Bound<'_, PyAny>) -> PyResult<Self> {
         let extent = match simple_span(obj)? {
-            Some(span) => Self { span, owner: Owner::Object(obj.clone().unbind()) },
+            Some(span) => Self { span, owner: owner_of(obj)? },
             None => match find(obj)? {
                 Found::Memory(extent) => extent,
                 Found::NoMemory(why) => return Err(PyTypeError::new_err(format!("cannot pin {why}"))),
@@ -121,6 +125,14 @@ impl Extent {
             "cannot pin a non-contiguous view: its elements do not fill the memory from the first to the last; pin the \
              whole tensor or array, or a contiguous() copy",
         ))
+    }
+}
+
+/// What keeps an object of [`simple_span`] where it is: for an array its block, since the array may be released.
+fn owner_of(obj: &Bound<'_, PyAny>) -> PyResult<Owner> {
+    match obj.cast::<PinnedArray>() {
+        Ok(array) => array.get().block().map(Owner::Block),
+        Err(_) => Ok(Owner::Object(obj.clone().unbind())),
     }
 }
 
@@ -247,6 +259,7 @@ impl BufferView {
 impl Drop for BufferView {
     fn drop(&mut self) {
         // SAFETY: filled by `get`, and released once.
-        Python::attach(|_| unsafe { ffi::PyBuffer_Release(&raw mut *self.0) });
+        let release = |_: Python<'_>| unsafe { ffi::PyBuffer_Release(&raw mut *self.0) };
+        Python::try_attach(release); // the end of the interpreter needs no release
     }
 }

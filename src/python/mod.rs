@@ -3,6 +3,7 @@
 mod argument;
 mod array;
 mod devices;
+mod doctor;
 mod exchange;
 mod extent;
 mod pool;
@@ -48,6 +49,8 @@ mod _pinpool {
     #[pymodule_export]
     use super::devices::{current_device, find_devices, ordinal_of};
     #[pymodule_export]
+    use super::doctor::doctor;
+    #[pymodule_export]
     use super::exchange::{torch_empty, use_exchange_api};
     #[pymodule_export]
     use super::pool::{PinnedPool, unpin};
@@ -59,7 +62,7 @@ mod _pinpool {
 
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
-        crate::registry::shared::global(); // before any thread could fork in the middle of it
+        crate::make_statics(); // before any thread could fork in the middle of it
         module.add("__version__", env!("CARGO_PKG_VERSION"))
     }
 }
@@ -126,8 +129,8 @@ fn detached<T: Send>(
     let mut raised = None;
     let result = py.detach(|| {
         call(&mut |done, total| {
-            let asked = Python::attach(|py| py.check_signals().and_then(|()| report(py, done, total)));
-            match asked {
+            let asked = Python::try_attach(|py| py.check_signals().and_then(|()| report(py, done, total)));
+            match asked.unwrap_or_else(hang) {
                 Ok(()) => ControlFlow::Continue(()),
                 Err(error) => {
                     raised = Some(error);
@@ -139,5 +142,12 @@ fn detached<T: Send>(
     match raised {
         Some(error) => Err(error),
         None => Ok(result?),
+    }
+}
+
+/// The interpreter is going down, and this daemon thread may not go back to it: it waits for the end of the process.
+fn hang<T>() -> T {
+    loop {
+        std::thread::park();
     }
 }

@@ -1,7 +1,7 @@
 //! `Registration`: memory that its caller owns, pinned in place; and the question whether memory is pinned.
 #![allow(unsafe_code)] // adopts memory that an object keeps alive
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::prelude::*;
@@ -9,6 +9,7 @@ use pyo3::prelude::*;
 use super::extent::{Extent, Owner, Span, span_of};
 use super::{detached, devices};
 use crate::driver::Registering;
+use crate::driver::engine::Registrations;
 use crate::pinned::Adopted;
 use crate::registry::shared::{is_pinned as range_is_pinned, is_registered as range_is_registered};
 
@@ -18,60 +19,80 @@ pub(crate) struct Registration {
     address: usize,
     nbytes: usize,
     unregistered: Option<String>,
-    held: Mutex<Option<Held>>,
-    /// Held while the memory is being unpinned, and never together with a call into Python.
-    closing: Mutex<()>,
-}
-
-/// The lock on the pages, and what keeps them where they are: in that order, because that is the order of the end.
-struct Held {
-    adopted: Adopted,
-    owner: Option<Owner>,
+    /// Used without the interpreter, and never while Python is called.
+    adopted: Mutex<Option<Adopted>>,
+    /// Used with the interpreter only, so that the collector sees it or does not.
+    owner: Mutex<Option<Owner>>,
 }
 
 impl Registration {
     /// Pins the bytes of an object, and registers them as the pool does.
     pub(super) fn new(py: Python<'_>, obj: &Bound<'_, PyAny>, registering: &Registering<'_>) -> PyResult<Self> {
         let Extent { span: Span { address, len: nbytes, .. }, owner } = Extent::of(obj)?;
-        let mut owner = Some(owner);
+        drop_forgotten_owners();
         let mut stuck = false;
         let adopted = detached(
             py,
             |_, _, _| Ok(()),
             |progress| {
-                // SAFETY: the owner keeps the memory mapped, and lives as long as what is adopted here. For a bare pair of
-                // address and length, that is the caller's promise.
+                // SAFETY: the owner keeps the memory mapped, and lives as long as what is adopted here. For a bare
+                // pair of address and length, that is the caller's promise.
                 unsafe { Adopted::adopt(address, nbytes, registering, progress) }.map_err(|refused| {
                     stuck = refused.stuck;
                     refused.error
                 })
             },
         );
-        if stuck {
-            std::mem::forget(owner.take()); // a driver may still map it
-        }
-        let held = Held { adopted: adopted?, owner };
-        let unregistered = held.adopted.refusal().map(ToString::to_string);
-        let closing = Mutex::new(());
-        Ok(Self { address, nbytes, unregistered, held: Mutex::new(Some(held)), closing })
-    }
-
-    fn held(&self) -> MutexGuard<'_, Option<Held>> {
-        self.held.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Ends what is held, without the interpreter. A second thread waits for the first.
-    fn end(&self) -> crate::Result<Option<Held>> {
-        let _turn = self.closing.lock().unwrap_or_else(PoisonError::into_inner);
-        let Some(mut held) = self.held().take() else { return Ok(None) };
-        match held.adopted.release() {
-            Ok(()) => Ok(Some(held)),
+        match adopted {
+            Ok(adopted) => {
+                let unregistered = adopted.refusal().map(ToString::to_string);
+                let (adopted, owner) = (Mutex::new(Some(adopted)), Mutex::new(Some(owner)));
+                Ok(Self { address, nbytes, unregistered, adopted, owner })
+            }
             Err(error) => {
-                *self.held() = Some(held);
+                if stuck {
+                    std::mem::forget(owner); // a driver may still map it
+                }
                 Err(error)
             }
         }
     }
+
+    /// Ends the pinning, without the interpreter. A second thread waits for the first.
+    fn end(&self) -> crate::Result<Option<Arc<Registrations>>> {
+        let mut adopted = self.adopted.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(held) = adopted.as_mut() else { return Ok(None) };
+        held.release()?;
+        Ok(adopted.take().map(|released| Arc::clone(released.registrations())))
+    }
+
+    fn take_owner(&self) -> Option<Owner> {
+        self.owner.lock().unwrap_or_else(PoisonError::into_inner).take()
+    }
+
+    /// Lets go of the object, once no driver knows its memory any more.
+    fn let_go(&self, registrations: Option<Arc<Registrations>>) {
+        let (owner, Some(registrations)) = (self.take_owner(), registrations) else { return };
+        if registrations.are_forgotten() {
+            drop(owner);
+        } else {
+            lingering_owners().extend(owner.map(|owner| (registrations, owner)));
+        }
+    }
+}
+
+/// Objects whose memory a driver still knows after its registration ended.
+fn lingering_owners() -> MutexGuard<'static, Vec<(Arc<Registrations>, Owner)>> {
+    static LINGERING: Mutex<Vec<(Arc<Registrations>, Owner)>> = Mutex::new(Vec::new());
+    LINGERING.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Drops those that the drivers have forgotten since.
+fn drop_forgotten_owners() {
+    let lingering = std::mem::take(&mut *lingering_owners());
+    let (forgotten, known): (Vec<_>, Vec<_>) = lingering.into_iter().partition(|(known, _)| known.are_forgotten());
+    lingering_owners().extend(known);
+    drop(forgotten); // after the lock
 }
 
 #[pymethods]
@@ -81,8 +102,9 @@ impl Registration {
     /// OSError or DriverError where that is refused: the memory is still pinned then, and `close()` may be called
     /// again.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
-        let ended = py.detach(|| self.end())?;
-        drop(ended); // attached again: this lets go of the object
+        let registrations = py.detach(|| self.end())?;
+        self.let_go(registrations);
+        drop_forgotten_owners();
         Ok(())
     }
 
@@ -95,7 +117,7 @@ impl Registration {
     /// Whether `close` was called.
     #[getter]
     fn closed(&self) -> bool {
-        self.held().is_none()
+        self.adopted.lock().unwrap_or_else(PoisonError::into_inner).is_none()
     }
 
     /// Address of the first byte.
@@ -131,27 +153,35 @@ impl Registration {
     }
 
     fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
-        let Ok(held) = self.held.try_lock() else { return Ok(()) };
-        match held.as_ref().and_then(|held| held.owner.as_ref()) {
+        let Ok(owner) = self.owner.try_lock() else { return Ok(()) };
+        match owner.as_ref() {
             Some(Owner::Object(object)) => visit.call(object),
             Some(Owner::Buffer(view)) => view.visit(&visit),
-            None => Ok(()),
+            Some(Owner::Block(_)) | None => Ok(()),
         }
     }
 
     fn __clear__(&self) {
-        let held = self.held().take();
-        drop(held); // after the lock: what the owner's end runs may ask this object something
+        self.finish();
     }
 }
 
-impl Drop for Held {
+impl Registration {
+    /// As `close`, where nobody is there to be told of an error: the object then stays, as its pages do.
+    fn finish(&self) {
+        match self.end() {
+            Ok(registrations) => self.let_go(registrations),
+            Err(_) => std::mem::forget(self.take_owner()),
+        }
+    }
+}
+
+impl Drop for Registration {
     fn drop(&mut self) {
         // Without the interpreter where there is one: unlocking a large range takes long.
-        let adopted = &mut self.adopted;
-        let released = Python::try_attach(|py| py.detach(|| adopted.release())).unwrap_or(Ok(()));
-        if released.is_err() || !self.adopted.is_forgotten() {
-            std::mem::forget(self.owner.take()); // the pages stay locked or mapped, so their owner stays, too
+        match Python::try_attach(|py| py.detach(|| self.end())) {
+            Some(Ok(registrations)) => self.let_go(registrations),
+            Some(Err(_)) | None => std::mem::forget(self.take_owner()),
         }
     }
 }

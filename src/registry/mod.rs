@@ -192,8 +192,11 @@ impl<T> Registry<T> {
         true
     }
 
-    /// Puts back what [`carve`](Self::carve) took out of the entry of this key.
-    pub fn restore(&mut self, range: Range<usize>, key: Key, note: Arc<T>) {
+    /// Puts back what [`carve`](Self::carve) took out of the entry of this key. False: another entry is in its place.
+    pub fn restore(&mut self, range: Range<usize>, key: Key, note: Arc<T>) -> bool {
+        if self.check_overlap(&range).is_err() {
+            return false;
+        }
         let Range { mut start, mut end } = range;
         if let Some((&left, entry)) = self.entries.range(..start).next_back()
             && entry.end == start
@@ -206,6 +209,7 @@ impl<T> Registry<T> {
             end = self.entries.remove(&end).map_or(end, |right| right.end);
         }
         self.insert_piece(start..end, key.generation, Some(note));
+        true
     }
 
     /// Forgets what is left of an owned entry that once was this range.

@@ -70,7 +70,7 @@ pub(crate) fn is_mapped(range: &Range<usize>) -> bool {
     bytes(&areas(range)) == range.end - range.start
 }
 
-/// Whether no byte of the range is mapped.
+/// Whether no byte of the range is mapped. Only where nobody can have mapped something else there since.
 pub(crate) fn is_unmapped(range: &Range<usize>) -> bool {
     areas(range).is_empty()
 }

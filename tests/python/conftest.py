@@ -21,7 +21,8 @@ import faulthandler, gc, os, re, signal, sys, threading, traceback
 from pathlib import Path
 
 MIB = 1 << 20
-faulthandler.dump_traceback_later(100, exit=True)  # a hang says where
+faulthandler.register(signal.SIGALRM, chain=True)  # a hang says where, and ends
+signal.alarm(100)
 
 def status(name):
     "A field of /proc/self/status in bytes: VmLck, VmRSS."
@@ -31,7 +32,7 @@ def in_child(work):
     "Forks, and fails unless `work()` ends well in the child."
     child = os.fork()
     if child == 0:
-        signal.alarm(20)  # a hang ends the child
+        signal.alarm(20)  # the parent's is not inherited
         try:
             work()
         except BaseException:
@@ -81,7 +82,8 @@ def run():
     def run(script):
         command = [sys.executable, "-W", "error", "-c", PRELUDE + textwrap.dedent(script)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-        assert (done.returncode, done.stderr) == (0, "")
+        assert done.returncode == 0, done.stderr
+        assert done.stderr == ""
         return done.stdout
 
     return run

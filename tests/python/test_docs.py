@@ -30,12 +30,10 @@ def docstrings(path):
     return walk(ast.parse(path.read_text()), [path.stem])
 
 
-def examples():
-    """Each docstring that has an example, with the file that it is in."""
-    for path in sorted([*PACKAGE.rglob("*.pyi"), *PACKAGE.rglob("*.py")]):
-        for name, text in docstrings(path):
-            if ">>>" in text:
-                yield pytest.param(path, name, text, id=name)
+SOURCES = sorted([*PACKAGE.rglob("*.pyi"), *PACKAGE.rglob("*.py")])
+EXAMPLES = [
+    pytest.param(path, name, text, id=name) for path in SOURCES for name, text in docstrings(path) if ">>>" in text
+]
 
 
 def run_examples(text, names, name, path):
@@ -46,7 +44,7 @@ def run_examples(text, names, name, path):
     assert not report, "".join(report)
 
 
-@pytest.mark.parametrize(("path", "name", "text"), examples())
+@pytest.mark.parametrize(("path", "name", "text"), EXAMPLES)
 def test_the_examples_of_a_docstring_run(path, name, text):
     names = {}
     if path.suffix == ".py":  # there, an example may use the names of its module

@@ -24,17 +24,25 @@ ENDINGS = {
     "a registration in a cycle": POOL
     + "class Buffer(bytearray): pass\nbuffer = Buffer(50_000)\nbuffer.registration = pinpool.register(buffer)",
     "a registration of a tensor": TORCH + "registration = pinpool.torch.register(torch.zeros(5000))",
-    "tensors in the module": TORCH + "tensors = [pinpool.torch.empty(pool, n, torch.uint8) for n in (5, 3 * MIB)]",
-    "tensors of the default pool": TORCH + "tensor = pinpool.torch.pin(torch.ones(3))",
+    "tensors of every making": TORCH
+    + """
+made = [pinpool.torch.empty(pool, n, torch.uint8) for n in (5, 5000, 3 * MIB)]
+made += [pinpool.torch.pin(torch.ones(3)), torch.from_dlpack(pool.zeros(5))]
+made += [torch.from_numpy(numpy.asarray(pool.zeros(5)))]
+made += [made[0].numpy(), made[1].view(10, 500), memoryview(made[2].numpy())]
+""",
     "tensors whose storage python knows": TORCH
     + "tensor = pinpool.torch.empty(pool, 5, torch.uint8)\nstorage = tensor.untyped_storage()\ntensor.is_shared()",
-    "numpy of tensors": TORCH + "view = pinpool.torch.empty(pool, 5, torch.uint8).numpy()",
-    "tensors of numpy": TORCH + "tensor = torch.from_numpy(numpy.asarray(pool.zeros(5)))",
-    "tensors of capsules": TORCH + "tensor = torch.from_dlpack(pool.zeros(5))",
-    "tensors without their pool": TORCH + "tensor = pinpool.torch.empty(pool, 5, torch.uint8)\ndel pool",
-    "tensors of a closed pool": TORCH + "tensor = pinpool.torch.empty(pool, 5, torch.uint8)\npool.close()",
+    "tensors without their pool": TORCH
+    + """
+tensor = pinpool.torch.empty(pool, 5, torch.uint8)
+other = pinpool.PinnedPool(max_bytes=MIB)
+tensors = [tensor, pinpool.torch.empty(other, 5, torch.uint8)]
+pool.close()
+del tensor, pool, other
+""",
     "tensors in an autograd graph": TORCH
-    + "weight = torch.nn.Parameter(pinpool.torch.empty(pool, 5, torch.float32).fill_(1))\nloss = (weight * weight).sum()",
+    + "weight = torch.nn.Parameter(pinpool.torch.empty(pool, 5, torch.float32))\nloss = (weight * weight).sum()",
     "a daemon thread with an array": POOL
     + """
 ready = threading.Event()
@@ -68,7 +76,7 @@ go.wait()
 import atexit
 def at_exit():
     block = pool.zeros(3 * MIB)
-    assert pool.is_pinned(block) and bytes(block[:3] if False else block)[:3] == bytes(3)
+    assert pool.is_pinned(block) and bytes(block) == bytes(3 * MIB)
     pool.close()
 atexit.register(at_exit)
 """,

@@ -1,5 +1,7 @@
 """A forked child owns nothing: it reads what it inherits, and can do no harm to its parent."""
 
+import textwrap
+
 import pytest
 
 # A parent with an array, a tensor and a registration, and what must still be true of them after a child.
@@ -31,7 +33,7 @@ def fork(run):
     """Run the body of a child, given as text, in a fork of `PARENT`; then the parent must be as it was."""
 
     def fork(child, before=""):
-        body = "".join(f"    {line.strip()}\n" for line in child.strip().splitlines())
+        body = textwrap.indent(textwrap.dedent(child), "    ")
         run(f"{PARENT}{before}\ndef child():\n{body}\nin_child(child)\ncheck_parent()\n")
 
     return fork
@@ -60,11 +62,11 @@ def test_nothing_inherited_is_pinned_in_a_child(fork):
 @pytest.mark.parametrize("call", ["empty(5)", "empty(0)", "zeros(5)", "reserve(5)", "trim()", "stats()"])
 def test_the_pool_of_the_parent_refuses_a_child(fork, call):
     fork(f"""
-        exec('''try:
+        try:
             pool.{call}
             raise SystemExit("it was served")
         except pinpool.PinpoolError as error:
-            assert "parent" in str(error) and "new PinnedPool" in str(error)''')
+            assert "parent" in str(error) and "new PinnedPool" in str(error)
     """)
 
 
@@ -102,7 +104,7 @@ def test_dropping_inherited_tensors_does_nothing_to_the_parent(fork):
 
 
 def test_unpinning_in_a_child_does_nothing_to_the_parent(fork):
-    fork("assert not pinpool.torch.unpin(tensor)", before=TORCH)
+    fork("assert not pinpool._pinpool.unpin(array)")
 
 
 def test_a_child_that_exits_as_python_does_does_nothing_to_the_parent(run):
@@ -134,7 +136,7 @@ def test_the_default_pool_of_a_child_is_its_own(fork):
         copy = pinpool.torch.pin(torch.ones(3))
         assert copy.tolist() == [1, 1, 1] and pinpool.torch.is_pinned(copy)
         """,
-        before=TORCH + "kept = pinpool.torch.pin(torch.ones(3))\nlocked = status('VmLck')",
+        before=TORCH + "kept = pinpool.torch.pin(torch.ones(3))\nlocked, stats = status('VmLck'), pool.stats()",
     )
 
 

@@ -288,7 +288,7 @@ def test_it_can_be_asked_while_it_is_collected(run):
         import weakref
         import numpy, pinpool
 
-        faulthandler.dump_traceback_later(10, exit=True)
+        signal.alarm(10)
 
         class Cycle:
             def __init__(self, registration):

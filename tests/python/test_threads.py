@@ -1,5 +1,6 @@
 """Threads: a pool is shared, memory goes from one to another, and long calls let the others run."""
 
+import contextlib
 import gc
 import queue
 import random
@@ -13,6 +14,7 @@ import pinpool.torch
 from pinpool import PinnedPool, is_pinned, register
 
 MIB = 1 << 20
+LONG = 256 * MIB  # bytes: with these a call takes long enough for others to run
 SIZES = (1, 4096, 5000, 70_000, MIB, MIB + 5)
 
 
@@ -24,7 +26,7 @@ def run_threads(work, count):
         ready.wait()
         try:
             work(number)
-        except BaseException as failure:  # noqa: BLE001 - raised below
+        except BaseException as failure:
             failures.append(failure)
 
     threads = [threading.Thread(target=guarded, args=(number,)) for number in range(count)]
@@ -34,6 +36,16 @@ def run_threads(work, count):
         thread.join()
     for failure in failures:
         raise failure
+
+
+@contextlib.contextmanager
+def tolerating(word):
+    """Let a ValueError pass that says this word."""
+    try:
+        yield
+    except ValueError as error:
+        if word not in str(error):
+            raise
 
 
 def is_empty(pool):
@@ -86,6 +98,7 @@ def test_a_small_pool_serves_threads_that_wait_for_each_other():
             view = np.asarray(pool.empty(choose.choice(SIZES), timeout=None))
             view[:] = number
             assert (view == number).all()
+            del view  # nobody waits for more while holding some
 
     run_threads(work, 6)
     gc.collect()
@@ -135,11 +148,9 @@ def test_one_array_may_be_used_and_released_by_many_threads(pool):
         array = pool.zeros(5000)
 
         def work(number, array=array):
-            try:
+            with tolerating("released"):
                 view = memoryview(array) if number % 2 else np.from_dlpack(array)
                 assert bytes(view) == bytes(5000)
-            except ValueError as error:
-                assert "released" in str(error)
             array.release()
 
         run_threads(work, 4)
@@ -181,11 +192,9 @@ def test_a_pool_may_be_closed_while_threads_use_it(locked):
         def work(number, pool=pool):
             if number == 0:
                 pool.close()
-            try:
+            with tolerating("closed"):
                 for size in SIZES:
                     np.asarray(pool.empty(size))[:] = number
-            except ValueError as error:
-                assert "closed" in str(error)
 
         run_threads(work, 4)
         assert pool.stats()["reserved_bytes"] == 0
@@ -196,24 +205,23 @@ def test_a_pool_may_be_closed_while_threads_use_it(locked):
 
 
 def long_empty():
-    pool = PinnedPool(max_bytes=256 * MIB)
-    return lambda: pool.empty(256 * MIB)
+    pool = PinnedPool(max_bytes=LONG)
+    return lambda: pool.empty(LONG)
 
 
 def long_zeros():
-    pool = PinnedPool(max_bytes=256 * MIB)
-    pool.reserve(256 * MIB)
-    return lambda: pool.zeros(256 * MIB)
+    pool = reserved()
+    return lambda: pool.zeros(LONG)
 
 
 def long_reserve():
-    pool = PinnedPool(max_bytes=256 * MIB)
-    return lambda: pool.reserve(256 * MIB)
+    pool = PinnedPool(max_bytes=LONG)
+    return lambda: pool.reserve(LONG)
 
 
 def reserved():
-    pool = PinnedPool(max_bytes=256 * MIB)
-    pool.reserve(256 * MIB)
+    pool = PinnedPool(max_bytes=LONG, pages="4k")
+    pool.reserve(LONG)
     return pool
 
 
@@ -230,19 +238,19 @@ def long_drop_of_a_pool():
 
 
 def long_register():
-    buffer = np.ones(256 * MIB, np.uint8)
-    return lambda: register(buffer).close()
+    buffer = bytearray(LONG)
+    return lambda: register(buffer)
 
 
 def long_close_of_a_registration():
-    return register(np.ones(256 * MIB, np.uint8)).close
+    return register(bytearray(LONG)).close
 
 
 def long_drop_of_a_registration():
-    return [register(np.ones(256 * MIB, np.uint8))].clear
+    return [register(bytearray(LONG))].clear
 
 
-@pytest.mark.locks(512 * MIB)
+@pytest.mark.locks(2 * LONG)
 @pytest.mark.parametrize(
     "prepare",
     [
@@ -251,7 +259,7 @@ def long_drop_of_a_registration():
     ],
 )
 def test_another_thread_runs_during_a_long_call(turns, prepare):
-    for _ in range(20):  # once would do, but for a machine that has no core to spare at this moment
+    for _ in range(10):  # once would do, but for a machine that has no core to spare at this moment
         call = prepare()
         before = turns()
         call()
