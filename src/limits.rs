@@ -116,9 +116,14 @@ pub(crate) fn locked_bytes() -> usize {
     proc_field("/proc/self/status", "VmLck:").unwrap_or(0)
 }
 
-/// Whether `CAP_IPC_LOCK` lifts the memlock limit.
+/// Whether `CAP_IPC_LOCK` lifts the memlock limit. The kernel asks for it in the initial user namespace: what a
+/// rootless container calls a capability does not count.
 pub(crate) fn may_lock_without_limit() -> bool {
     const CAP_IPC_LOCK: u64 = 14;
+    let ids = fs::read_to_string("/proc/self/uid_map").unwrap_or_default();
+    if !ids.split_whitespace().eq(["0", "0", "4294967295"]) {
+        return false;
+    }
     let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
     let capabilities = field(&status, "CapEff:").and_then(|hex| u64::from_str_radix(hex, 16).ok());
     capabilities.is_some_and(|bits| bits >> CAP_IPC_LOCK & 1 == 1)

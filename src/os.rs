@@ -109,6 +109,14 @@ pub(crate) fn unlock(address: usize, len: usize) -> io::Result<()> {
     counted(unsafe { libc::syscall(libc::SYS_munlock, address, len) } as libc::c_int)
 }
 
+/// Whether a page is mapped at all.
+pub(crate) fn is_mapped(page: usize) -> bool {
+    let mut resident = 0_u8;
+    // SAFETY: asks about one page, and writes one byte that we own.
+    let answer = unsafe { libc::mincore(page as *mut libc::c_void, page_size(), &raw mut resident) };
+    answer == 0 || io::Error::last_os_error().kind() != io::ErrorKind::OutOfMemory
+}
+
 /// Binds untouched pages to one NUMA node, strictly.
 pub(crate) fn bind_to_node(address: usize, len: usize, node: u32) -> io::Result<()> {
     const MPOL_BIND: libc::c_ulong = 2;

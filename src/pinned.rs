@@ -6,31 +6,28 @@
 #![allow(unsafe_code)] // adopting means to believe the caller about memory that is not ours
 
 use std::io;
-use std::mem::ManuallyDrop;
 use std::ops::Range;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::driver::engine::{Cut, Refused, Registrations};
 use crate::driver::{DeviceId, Registering, Request};
 use crate::error::{Error, NotPinned, Result};
 use crate::fork::PerProcess;
-use crate::region::{Progress, Region, RegionOptions, lock_in_steps, lock_refused};
+use crate::region::{self, Progress, Region, RegionOptions, count_leaked, lock_in_steps, lock_refused};
 use crate::registry::shared::global;
 use crate::registry::{Adoption, Key};
 use crate::{limits, os};
 
-static LEAKED_BYTES: AtomicUsize = AtomicUsize::new(0);
-
 /// Bytes of this process that could not be given back, all pools and registrations together.
 pub fn leaked_bytes() -> usize {
-    LEAKED_BYTES.load(Ordering::Relaxed)
+    region::leaked_bytes()
 }
 
 /// A region of our own, in the registry while it is locked.
 #[derive(Debug)]
 pub struct Pinned {
-    region: ManuallyDrop<Region>,
+    /// `None` once it is released.
+    region: Option<Region>,
     registrations: Arc<Registrations>,
     refusal: Option<Error>,
     key: Option<Key>,
@@ -68,15 +65,15 @@ impl Pinned {
         let (registrations, refusal) = match Registrations::make(registering.devices, &request, Cut::Whole, progress) {
             Ok(registrations) => (registrations, None),
             Err(Refused { error, stuck: Some(registrations) }) => {
-                abandon(region.len(), Arc::new(registrations));
+                abandon(region.len(), Arc::new(*registrations));
                 std::mem::forget(region);
                 return Err(NotPinned { error, stuck: true });
             }
-            Err(Refused { error, stuck: None }) if registering.required => return Err(give_up(region, error)),
+            Err(Refused { error, stuck: None }) if registering.required => return Err(region.give_up(error)),
             Err(Refused { error, stuck: None }) => (Registrations::default(), Some(error)),
         };
         let registrations = Arc::new(registrations);
-        let region = ManuallyDrop::new(region);
+        let region = Some(region);
         let mut pinned = Self { region, registrations, refusal, key: None, fork_generation };
         if options.lock {
             let note = Arc::clone(&pinned.registrations);
@@ -90,8 +87,11 @@ impl Pinned {
     }
 
     /// The mapping.
+    ///
+    /// # Panics
+    /// Never: a released region is not to be had any more.
     pub fn region(&self) -> &Region {
-        &self.region
+        self.region.as_ref().expect("only `release` and `drop` take it out")
     }
 
     /// Whether the pages are locked.
@@ -116,6 +116,11 @@ impl Pinned {
     /// `Os` with the kernel's refusal, `Unsupported` for a region that is registered with a device.
     pub fn unpin(&self, range: &Range<usize>) -> Result<bool> {
         let Some(key) = self.key else { return Ok(false) };
+        let (region, page) = (self.region(), os::page_size());
+        let inside = region.address() <= range.start && range.end <= region.address() + region.len();
+        if range.is_empty() || !inside || !range.start.is_multiple_of(page) || !range.end.is_multiple_of(page) {
+            return Ok(false);
+        }
         if !self.registrations.bytes().is_empty() {
             let why = "it is registered with a device as part of a larger region; drop it and trim() the pool instead";
             return Err(Error::unsupported("unpinning this block", why));
@@ -160,51 +165,42 @@ impl Pinned {
     /// # Errors
     /// `Driver` where a driver refuses to unregister it, `Os` where the kernel refuses to unmap it: the pages stay
     /// mapped, locked and counted in [`leaked_bytes`].
-    pub fn release(self) -> Result<Released> {
-        let mut this = ManuallyDrop::new(self);
-        match this.try_release() {
-            Ok(true) => Ok(Released::Gone),
-            Ok(false) => Ok(Released::Lingering(ManuallyDrop::into_inner(this))),
-            Err(error) => Err(error),
-        }
+    pub fn release(mut self) -> Result<Released> {
+        Ok(if self.try_release()? { Released::Gone } else { Released::Lingering(self) })
     }
 
-    /// `Ok(false)`: a driver still knows the range, and all is as it was but for the registry.
+    /// `Ok(false)`: a driver still knows the range, and all is as it was but for the registry. In every other case the
+    /// region is taken out.
     fn try_release(&mut self) -> Result<bool> {
+        let Some(region) = self.region.take() else { return Ok(true) };
         if self.fork_generation != os::fork_generation() {
-            return Ok(true); // the parent's memory is not ours to unmap
+            std::mem::forget(region); // the parent's memory is not ours to unmap
+            return Ok(true);
         }
-        let (address, len) = (self.region.address(), self.region.len());
+        let (address, len) = (region.address(), region.len());
         if let Some(key) = self.key.take() {
             global().change(|registry| registry.forget(address..address + len, key));
         }
-        self.registrations.end().inspect_err(|_| abandon(len, Arc::clone(&self.registrations)))?;
-        if !self.registrations.are_forgotten() {
-            return Ok(false);
+        if let Err(error) = self.registrations.end() {
+            abandon(len, Arc::clone(&self.registrations));
+            std::mem::forget(region);
+            return Err(error);
         }
-        // SAFETY: `release` and `drop` give up `self` after this, so the region is taken out once.
-        let region = unsafe { ManuallyDrop::take(&mut self.region) };
-        region.unmap().inspect_err(|_| abandon(len, Arc::clone(&self.registrations)))?;
-        Ok(true)
+        if self.registrations.are_forgotten() {
+            return region.unmap().map(|()| true);
+        }
+        self.region = Some(region);
+        Ok(false)
     }
 }
 
 impl Drop for Pinned {
     fn drop(&mut self) {
-        if let Ok(false) = self.try_release() {
-            abandon(self.region.len(), Arc::clone(&self.registrations)); // nobody is left to ask the driver again
-        }
-    }
-}
-
-/// Unmaps a region that is not wanted any more.
-fn give_up(region: Region, error: Error) -> NotPinned {
-    let len = region.len();
-    match region.unmap() {
-        Ok(()) => error.into(),
-        Err(_) => {
-            LEAKED_BYTES.fetch_add(len, Ordering::Relaxed);
-            NotPinned { error, stuck: true }
+        if let Ok(false) = self.try_release()
+            && let Some(region) = self.region.take()
+        {
+            abandon(region.len(), Arc::clone(&self.registrations)); // nobody is left to ask the driver again
+            std::mem::forget(region);
         }
     }
 }
@@ -238,8 +234,14 @@ impl Adopted {
         registering: &Registering<'_>,
         progress: &mut Progress<'_>,
     ) -> std::result::Result<Self, NotPinned> {
-        let end = address.checked_add(len).filter(|_| len > 0);
-        let end = end.ok_or_else(|| Error::invalid("nbytes", "a range to pin holds at least one byte"))?;
+        let end =
+            address.checked_add(len).filter(|end| len > 0 && end.checked_next_multiple_of(os::page_size()).is_some());
+        let end = end.ok_or_else(|| {
+            Error::invalid(
+                "nbytes",
+                format!("{address:#x}+{len} is no range of memory; it must hold at least one byte"),
+            )
+        })?;
         let fork_generation = os::fork_generation();
         let range = address..end;
         let (key, (registrations, refusal)) = match global().adopt(&range)? {
@@ -315,7 +317,7 @@ fn arrive(
         }
         Err(Refused { error, stuck: None }) => Ok((publish(key, Registrations::default()), Some(error))),
         Err(Refused { error, stuck: Some(registrations) }) => {
-            abandon(len, publish(key, registrations));
+            abandon(len, publish(key, *registrations));
             Err(NotPinned { error, stuck: true })
         }
     }
@@ -372,18 +374,18 @@ fn abort(key: Key) {
 }
 
 fn unlock(pages: &Range<usize>) -> Result<()> {
-    let bytes = pages.end - pages.start;
+    let (bytes, page) = (pages.end - pages.start, os::page_size());
     if bytes == 0 {
         return Ok(());
     }
     match os::unlock(pages.start, bytes) {
-        // A part was unmapped by its owner, and took its lock with it. The kernel stopped there.
-        Err(source) if source.kind() == io::ErrorKind::OutOfMemory => {
-            for page in pages.clone().step_by(os::page_size()) {
-                let _ = os::unlock(page, os::page_size());
-            }
-            Ok(())
+        // Perhaps a part was unmapped by its owner, and took its lock with it: the kernel stops there.
+        Err(source) if source.kind() == io::ErrorKind::OutOfMemory && bytes > page => {
+            let middle = pages.start + (bytes / 2).next_multiple_of(page);
+            let (left, right) = (unlock(&(pages.start..middle)), unlock(&(middle..pages.end)));
+            left.and(right)
         }
+        Err(source) if source.kind() == io::ErrorKind::OutOfMemory && !os::is_mapped(pages.start) => Ok(()),
         unlocked => unlocked.map_err(|source| Error::Os { call: "munlock", bytes, source }),
     }
 }
@@ -396,6 +398,6 @@ pub(crate) fn make_statics() {
 
 /// Counts memory that cannot be given back, and keeps alive what its registrations need.
 fn abandon(len: usize, registrations: Arc<Registrations>) {
-    LEAKED_BYTES.fetch_add(len, Ordering::Relaxed);
+    count_leaked(len);
     ABANDONED.get().lock().unwrap_or_else(PoisonError::into_inner).push(registrations);
 }

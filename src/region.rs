@@ -9,6 +9,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::thread;
 
 use crate::error::{Error, NotPinned, Result};
+use crate::fork::PerProcess;
 use crate::os::{self, Advice};
 use crate::{limits, os::HugetlbShift};
 
@@ -21,6 +22,18 @@ const PREFAULT_STEP: usize = 32 * MIB;
 const LOCK_STEP: usize = 256 * MIB;
 /// More threads than this only queue up for the kernel's lock on the address space.
 const MAX_THREADS: usize = 16;
+
+static LEAKED_BYTES: PerProcess<AtomicUsize> = PerProcess::new();
+
+/// Bytes of this process that could not be given back.
+pub(crate) fn leaked_bytes() -> usize {
+    LEAKED_BYTES.get().load(Ordering::Relaxed)
+}
+
+/// Counts memory that stays mapped or locked for good.
+pub(crate) fn count_leaked(len: usize) {
+    LEAKED_BYTES.get().fetch_add(len, Ordering::Relaxed);
+}
 
 /// Told the bytes done and the bytes in all, between two steps; `Break` stops and undoes everything.
 pub type Progress<'a> = dyn FnMut(usize, usize) -> ControlFlow<()> + 'a;
@@ -134,7 +147,7 @@ impl Region {
         let mut region = Self::map_aligned(len, options)?;
         match region.furnish(options, progress) {
             Ok(()) => Ok(region),
-            Err(error) => Err(NotPinned { error, stuck: region.unmap().is_err() }),
+            Err(error) => Err(region.give_up(error)),
         }
     }
 
@@ -183,11 +196,17 @@ impl Region {
 
     fn unmap_in_place(&self) -> Result<()> {
         // SAFETY: the region owns the mapping, and whoever drops it has given up every address in it.
-        unsafe { os::unmap(self.address, self.len) }.map_err(os_error("munmap", self.len))
+        let unmapped = unsafe { os::unmap(self.address, self.len) };
+        unmapped.map_err(os_error("munmap", self.len)).inspect_err(|_| count_leaked(self.len))
+    }
+
+    /// Unmaps a region that is not wanted after all.
+    pub(crate) fn give_up(self, error: Error) -> NotPinned {
+        NotPinned { error, stuck: self.unmap().is_err() }
     }
 
     /// Maps, on a huge page's boundary where a transparent one may fit.
-    fn map_aligned(len: usize, options: &RegionOptions) -> Result<Self> {
+    fn map_aligned(len: usize, options: &RegionOptions) -> std::result::Result<Self, NotPinned> {
         let unit = options.pages.granularity();
         let len = len.checked_next_multiple_of(unit).filter(|&len| len > 0 && isize::try_from(len).is_ok());
         let len = len.ok_or_else(|| Error::invalid("nbytes", "a region holds 1 to 2^63 - 1 bytes"))?;
@@ -196,8 +215,10 @@ impl Region {
         let mapping = os::Mapping { hugetlb: options.pages.hugetlb(), charge: options.lock };
         let start = os::map(len + slack, mapping).map_err(|source| map_refused(len, options.pages, source))?;
         let mut region = Self { address: start, len: len + slack, pages: options.pages };
-        if slack > 0 {
-            region.shrink_to(start.next_multiple_of(HUGE_PAGE), len)?;
+        if slack > 0
+            && let Err(error) = region.shrink_to(start.next_multiple_of(HUGE_PAGE), len)
+        {
+            return Err(region.give_up(error));
         }
         Ok(region)
     }
@@ -282,8 +303,7 @@ impl Region {
 
 impl Drop for Region {
     fn drop(&mut self) {
-        // A refusal cannot be told from here; the process keeps the pages, as its VmLck says.
-        let _ = self.unmap_in_place();
+        let _ = self.unmap_in_place(); // a refusal is counted
     }
 }
 

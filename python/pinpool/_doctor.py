@@ -9,9 +9,9 @@ Severity = Literal["ok", "warning", "failure"]
 class Finding(TypedDict):
     """One fact, and what to do about it.
 
-    `topic`: what it is about, in a word or two. `fact`: what is the case. `severity`: "ok", "warning" (pinning works, but
-    less of it, slower, or without a device that is there) or "failure" (nothing can be pinned). `remedy`: what helps, or
-    None; a warning and a failure always have one, and beside "ok" it is how to get more.
+    `topic`: what it is about, in a word or two. `fact`: what is the case. `severity`: "ok", "warning" (pinning works,
+    but less of it, slower, or without a device that is there) or "failure" (nothing can be pinned). `remedy`: what
+    helps, or None; a warning and a failure always have one, and beside "ok" it is how to get more.
     """
 
     topic: str
@@ -43,10 +43,10 @@ REMEDIES = "; "
 def text(report: Report) -> str:
     """Write a report in aligned columns: mark, topic and fact, with the remedy on lines of its own.
 
-    >>> finding: Finding = {"topic": "memlock", "fact": "limit 8 MiB", "severity": "warning", "remedy": "as root; or not"}
+    >>> finding: Finding = {"topic": "memlock", "fact": "no limit", "severity": "warning", "remedy": "as root; or not"}
     >>> print(text({"verdict": 1, "sections": [{"title": "limits", "findings": [finding]}]}))
     limits
-      warn  memlock  limit 8 MiB
+      warn  memlock  no limit
                      -> as root
                         or not
     <BLANKLINE>

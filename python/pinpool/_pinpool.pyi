@@ -362,9 +362,9 @@ def ordinal_of(kind: str, library: str | None, uuid: bytes) -> int:
 def doctor(cuda_library: str | None, level_zero_library: str | None) -> Report:
     """Examine what stands in the way of a large pin: limits, memory, pages, drivers. Makes no context on a device.
 
-    The libraries are loaded instead of the usual ones. A dict with the keys `verdict` (0: all is fine, 1: pinning works,
-    with warnings, 2: nothing can be pinned) and `sections`: dicts with `title` and `findings`, which are dicts with
-    `topic`, `fact`, `severity` ("ok", "warning", "failure") and `remedy` (or None).
+    The libraries are loaded instead of the usual ones. A dict with the keys `verdict` (0: all is fine, 1: pinning
+    works, with warnings, 2: nothing can be pinned) and `sections`: dicts with `title` and `findings`, which are dicts
+    with `topic`, `fact`, `severity` ("ok", "warning", "failure") and `remedy` (or None).
 
     >>> from pinpool._pinpool import doctor
     >>> [section["title"] for section in doctor(None, None)["sections"]]

@@ -44,9 +44,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"pinpool {__version__}")
     commands = parser.add_subparsers(dest="name", required=True, metavar="COMMAND")
     _add_demo(commands.add_parser("demo", help="run a real model out of a pool", description=_demo.__doc__))
-    _add_doctor(
-        commands.add_parser("doctor", help="say what stands in the way of pinning", description=_examine.__doc__)
-    )
+    _add_doctor(commands.add_parser("doctor", help="say what stands in the way", description=_examine.__doc__))
     return parser
 
 

@@ -145,15 +145,14 @@ impl Memlock {
             hard,
             locked: limits::locked_bytes(),
             has_capability: limits::may_lock_without_limit(),
-            in_user_namespace: is_user_namespace(&text("/proc/self/uid_map")),
+            in_user_namespace: fs::read_to_string("/proc/self/uid_map").is_ok_and(|map| !maps_all_ids(&map)),
         }
     }
 }
 
-/// The first user namespace maps all user ids to themselves; what cannot be read is taken for it.
-fn is_user_namespace(uid_map: &str) -> bool {
-    let words: Vec<&str> = uid_map.split_whitespace().collect();
-    !words.is_empty() && words != ["0", "0", "4294967295"]
+/// The first user namespace maps all user ids to themselves. A new one maps none until somebody says which.
+fn maps_all_ids(uid_map: &str) -> bool {
+    uid_map.split_whitespace().eq(["0", "0", "4294967295"])
 }
 
 impl Memory {
@@ -297,9 +296,9 @@ mod tests {
 
     #[test]
     fn only_the_first_user_namespace_maps_all_ids_to_themselves() {
-        assert!(!is_user_namespace("         0          0 4294967295\n"));
-        assert!(!is_user_namespace(""));
-        assert!(is_user_namespace("         0       1000          1\n"));
+        assert!(maps_all_ids("         0          0 4294967295\n"));
+        assert!(!maps_all_ids("         0       1000          1\n"));
+        assert!(!maps_all_ids(""));
     }
 
     #[test]

@@ -25,6 +25,8 @@ pub enum Cut {
 /// What the drivers know of one range.
 #[derive(Debug, Default)]
 pub struct Registrations {
+    /// Where the range ends.
+    end: usize,
     live: Mutex<Vec<Registration>>,
     /// Ended, and not forgotten yet.
     lingering: Mutex<Vec<Registration>>,
@@ -42,14 +44,18 @@ impl Registrations {
         cut: Cut,
         progress: &mut Progress<'_>,
     ) -> std::result::Result<Self, Refused> {
-        let made = Self::default();
+        let made = Self { end: request.address + request.len, ..Self::default() };
         for device in devices {
             if made.serve(device.as_ref()) {
                 continue;
             }
-            if let Err(error) = made.add(device, request, cut, progress) {
+            let added = {
+                let _guard = EndOnPanic(&made);
+                made.add(device, request, cut, progress)
+            };
+            if let Err(error) = added {
                 let undone = made.end();
-                let stuck = if undone.is_ok_and(|()| made.are_forgotten()) { None } else { Some(made) };
+                let stuck = if undone.is_ok_and(|()| made.are_forgotten()) { None } else { Some(Box::new(made)) };
                 return Err(Refused { error, stuck });
             }
         }
@@ -84,7 +90,9 @@ impl Registrations {
 
     /// Whether the range is known for that device, directly or through one that serves it.
     pub fn serves(&self, kind: &str, ordinal: u32) -> bool {
-        self.live().iter().any(|registration| registration.device().serves(kind, ordinal))
+        // Pieces come from the first to the last and go from the last to the first: with the last one, all are there.
+        let is_whole = |registration: &Registration| registration.end_address() >= self.end;
+        self.live().iter().any(|registration| is_whole(registration) && registration.device().serves(kind, ordinal))
     }
 
     /// The same for an open device.
@@ -137,13 +145,24 @@ impl Registrations {
     }
 }
 
+/// Unregisters when the caller's progress callback panics.
+struct EndOnPanic<'a>(&'a Registrations);
+
+impl Drop for EndOnPanic<'_> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            let _ = self.0.end();
+        }
+    }
+}
+
 /// Why a range was not registered.
 #[derive(Debug)]
 pub struct Refused {
     /// The first refusal.
     pub error: Error,
     /// What a driver would not take back.
-    pub stuck: Option<Registrations>,
+    pub stuck: Option<Box<Registrations>>,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {

@@ -174,6 +174,11 @@ impl Registration {
         self.request.len
     }
 
+    /// Where it ends.
+    pub(crate) fn end_address(&self) -> usize {
+        self.request.address + self.request.len
+    }
+
     /// A registration is never empty.
     pub fn is_empty(&self) -> bool {
         self.request.len == 0
@@ -223,7 +228,7 @@ impl Vendor {
     /// # Errors
     /// As for [`open`](Self::open), and `Unsupported` where the driver has no such method.
     pub fn open_import(&self, library: Option<&str>, ordinal: u32) -> Result<Arc<dyn Device>> {
-        let why = || Error::unsupported("method=\"import\"", format!("{} registers in one way only", self.title));
+        let why = || Error::unsupported("importing memory", format!("{} registers in one way only", self.title));
         self.open_shared(library, ordinal, self.open_import.ok_or_else(why)?, true)
     }
 
@@ -248,13 +253,13 @@ impl Vendor {
         }
         let device = open(&key.library, ordinal)?;
         // Whoever was quicker wins; the other one's device is closed again.
-        Ok(opened(|devices| match find_opened(devices, &key) {
-            Some(first) => first,
-            None => {
-                devices.retain(|(_, device)| device.strong_count() > 0);
-                devices.push((key, Arc::downgrade(&device)));
-                Arc::clone(&device)
+        Ok(opened(|devices| {
+            if let Some(first) = find_opened(devices, &key) {
+                return first;
             }
+            devices.retain(|(_, device)| device.strong_count() > 0);
+            devices.push((key, Arc::downgrade(&device)));
+            Arc::clone(&device)
         }))
     }
 }

@@ -70,9 +70,13 @@ impl ShardedCache {
         }
     }
 
-    /// Takes a block of exactly this length from the thread's own shard.
-    pub(super) fn take(&self, len: usize, requested: usize) -> Option<Slot> {
-        own(&self.shards).lock().take(len, requested)
+    /// Takes a block of exactly this length from the thread's own shard; `Closed` once the pool is.
+    pub(super) fn take(&self, len: usize, requested: usize) -> Result<Option<Slot>> {
+        let mut cache = own(&self.shards).lock();
+        if cache.lease.is_none() {
+            return Err(Error::Closed);
+        }
+        Ok(cache.take(len, requested))
     }
 
     /// Takes a block of exactly this length from any shard.

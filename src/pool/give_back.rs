@@ -40,7 +40,8 @@ impl Inner {
     pub(super) fn trim(&self) -> Result<usize> {
         let mut releasing = self.releasing();
         let mut idle = self.cache.drain(|_| true);
-        idle.extend(self.reclaim_unpinned(|record| !record.own_region)); // what is unmapped needs no lock
+        let closed = self.cache.check_open().is_err();
+        idle.extend(self.reclaim_unpinned(|record| !record.own_region && !closed)); // what is unmapped needs no lock
         let freed = self.dispose(&idle);
         releasing.moved = !idle.is_empty() || freed.as_ref().is_ok_and(|&bytes| bytes > 0);
         freed
@@ -76,16 +77,16 @@ impl Inner {
             regions
         };
         let lingering = std::mem::take(&mut self.store().lingering);
-        regions.into_iter().chain(lingering).fold(Ok(0), |freed, region| {
-            let released = match Arc::try_unwrap(region) {
-                Ok(region) => self.release(region),
-                Err(in_use) => {
-                    self.store().lingering.push(in_use); // somebody has just asked to unpin a block that is gone now
-                    Ok(0)
-                }
-            };
-            Ok(freed? + released?)
-        })
+        let (mut freed, mut refusal) = (0, None); // a refusal does not keep the others from being released
+        for region in regions.into_iter().chain(lingering) {
+            match Arc::try_unwrap(region).map(|region| self.release(region)) {
+                Ok(Ok(bytes)) => freed += bytes,
+                Ok(Err(error)) => refusal = Some(error),
+                // Somebody has just asked to unpin a block that is gone now.
+                Err(in_use) => self.store().lingering.push(in_use),
+            }
+        }
+        refusal.map_or(Ok(freed), Err)
     }
 
     /// Gives one region back, and answers how many bytes that were: none where a driver still holds on to it.
@@ -111,7 +112,9 @@ impl Inner {
     pub(super) fn restock_unpinned(&self) -> bool {
         let ready = self.reclaim_unpinned(|_| true);
         let any = !ready.is_empty();
-        ready.into_iter().for_each(|record| self.restock(record));
+        for record in ready {
+            self.restock(record);
+        }
         any
     }
 

@@ -30,7 +30,7 @@ impl Inner {
         }
         let (least, growth) = (len.next_multiple_of(unit), self.growth().max(len).next_multiple_of(unit));
         let pinned = match self.make_region(growth, progress) {
-            Err(refusal) if refusal.is_shortage() && least < growth => self.make_region(least, progress)?,
+            Err(refusal) if self.is_shortage(&refusal) && least < growth => self.make_region(least, progress)?,
             made => made?,
         };
         let mut store = self.store();
@@ -60,13 +60,17 @@ impl Inner {
         match self.make_regions(len, &mut made, progress) {
             Ok(()) => {
                 let mut store = self.store();
-                made.into_iter().for_each(|pinned| store.add_shared(pinned));
+                for pinned in made {
+                    store.add_shared(pinned);
+                }
                 drop(store);
                 self.announce();
                 Ok(())
             }
             Err(refusal) => {
-                made.into_iter().rev().for_each(|pinned| drop(self.release(pinned)));
+                for pinned in made.into_iter().rev() {
+                    let _ = self.release(pinned); // what is refused is counted as leaked
+                }
                 Err(refusal)
             }
         }

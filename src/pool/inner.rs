@@ -15,6 +15,8 @@ use crate::region::Progress;
 
 /// A cached block serves a request that is shorter by at most this share of it.
 const SLACK_SHARE: usize = 64;
+/// How often a request looks again for idle blocks that the books promise.
+const MISSED_BLOCKS: u32 = 100;
 /// How often a waiting caller is asked whether it still wants to wait.
 const WAIT_STEP: Duration = Duration::from_millis(50);
 
@@ -90,20 +92,36 @@ impl Inner {
 
     /// Steps 4 and 5: each round gives something idle up, or waits for a thread that does, or ends.
     fn grow_or_make_room(&self, len: usize, progress: &mut Progress<'_>) -> Result<Arc<Record>> {
+        let mut patience = MISSED_BLOCKS;
         loop {
             match self.grow(len, progress) {
-                Err(refusal) if refusal.is_shortage() => {
+                Err(refusal) if self.is_shortage(&refusal) => {
                     let made_room = self.make_room(len, progress)?;
                     let cut = self.store().cut(len);
                     match cut {
                         Some(record) => return Ok(record),
                         None if made_room => {}
+                        None if patience > 0 && self.has_idle(len) => patience -= 1,
                         None => return Err(refusal),
                     }
                 }
                 grown => return grown,
             }
         }
+    }
+
+    /// Whether giving something idle up may help: a driver may have a budget, too.
+    pub(super) fn is_shortage(&self, refusal: &Error) -> bool {
+        refusal.is_shortage() || self.options.devices.iter().any(|device| device.is_too_large(refusal))
+    }
+
+    /// Whether the books say that the budget has room, if only the idle blocks were found: other threads put them into
+    /// shards that were searched before.
+    fn has_idle(&self, len: usize) -> bool {
+        let store = self.store();
+        let allocated = self.cache.counters().allocated_bytes.cast_unsigned();
+        allocated + store.pending_bytes() + store.leaked() + len <= self.budget.bytes
+            && store.cached_bytes(allocated) > 0
     }
 
     /// A block from what the pool has already.
@@ -188,7 +206,7 @@ impl Inner {
             cached_bytes: store.cached_bytes(allocated),
             pending_bytes: store.pending_bytes(),
             reserved_bytes: store.reserved(),
-            locked_bytes: store.locked_bytes().saturating_sub(store.unpinned_bytes()),
+            locked_bytes: if self.options.region.lock { store.locked_bytes() } else { 0 },
             leaked_bytes: store.leaked(),
             max_bytes: self.budget.bytes,
             peak_reserved_bytes: store.peak_reserved(),

@@ -172,7 +172,7 @@ impl Pool {
             return self.inner.cache.check_open().map(|()| Some(Block::empty()));
         }
         let padded = len.wrapping_add(os::page_size() - 1) & !(os::page_size() - 1);
-        Ok(self.inner.cache.take(padded, len).map(|slot| Block::new(slot, len)))
+        Ok(self.inner.cache.take(padded, len)?.map(|slot| Block::new(slot, len)))
     }
 
     /// Grows the pool by one shared region of at least `len` bytes, so that later requests find it there.

@@ -141,15 +141,11 @@ impl Store {
         self.arena.span_bytes()
     }
 
-    /// Bytes of all regions that are locked, leaked ones and blocks that were unlocked since included.
+    /// Bytes of locked regions, leaked ones included, less the blocks whose pages were unlocked.
     pub(super) fn locked_bytes(&self) -> usize {
-        let locked = self.regions.values().filter(|pinned| pinned.is_locked()).map(|pinned| pinned.region().len());
-        locked.sum::<usize>() + self.leaked
-    }
-
-    /// Bytes of blocks, live or back, whose pages were unlocked.
-    pub(super) fn unpinned_bytes(&self) -> usize {
-        self.blocks.values().filter(|record| record.is_unpinned()).map(|record| record.len).sum()
+        let regions: usize = self.regions.values().map(|pinned| pinned.region().len()).sum();
+        let unpinned: usize = self.blocks.values().filter(|record| record.is_unpinned()).map(|record| record.len).sum();
+        regions + self.leaked - unpinned
     }
 
     /// Bytes that are idle and cannot be reused yet.

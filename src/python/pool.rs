@@ -64,7 +64,7 @@ impl PinnedPool {
             threads: threads.map(|count| at_least(count, 1, "threads")).transpose()?.map(|count| count as usize),
             lock: true,
         };
-        let (devices, unregistered) = devices.open(py, register)?;
+        let Opened { devices, unregistered } = devices.open(py, register)?;
         let options = PoolOptions { max_bytes, region, devices, register_if_possible: register == "try" };
         let pool = py.detach(|| Pool::new(options))?;
         Ok(Self { pool, unregistered })
@@ -231,6 +231,13 @@ fn reporter(progress: &Bound<'_, PyAny>, nbytes: usize) -> PyResult<Option<Py<Py
     Ok(Some(reporter.unbind()))
 }
 
+/// The devices of a pool, and why there is none where that was let pass.
+#[derive(Default)]
+struct Opened {
+    devices: Vec<Arc<dyn Device>>,
+    unregistered: Option<String>,
+}
+
 /// The devices that a caller asks for.
 enum Devices<'py> {
     /// The default.
@@ -247,18 +254,20 @@ impl<'py> FromPyObject<'_, 'py> for Devices<'py> {
 }
 
 impl<'py> Devices<'py> {
-    /// Opens them, as far as `register` wants it; with "try", the text is why none is open.
-    fn open(&self, py: Python<'py>, register: &str) -> PyResult<(Vec<Arc<dyn Device>>, Option<String>)> {
+    /// Opens them, as far as `register` wants it.
+    fn open(self, py: Python<'py>, register: &str) -> PyResult<Opened> {
         let given = match self {
             Self::Auto => PyString::new(py, "auto").into_any(),
-            Self::Given(devices) => devices.clone(),
+            Self::Given(devices) => devices,
         };
         match register {
-            "off" => Ok((Vec::new(), None)),
-            "require" => Ok((devices::open(&given, false)?, None)),
+            "off" => Ok(Opened::default()),
+            "require" => Ok(Opened { devices: devices::open(&given, false)?, unregistered: None }),
             "try" => match devices::open(&given, true) {
-                Ok(devices) => Ok((devices, None)),
-                Err(error) if error.is_instance_of::<PinpoolError>(py) => Ok((Vec::new(), Some(error.to_string()))),
+                Ok(devices) => Ok(Opened { devices, unregistered: None }),
+                Err(error) if error.is_instance_of::<PinpoolError>(py) => {
+                    Ok(Opened { devices: Vec::new(), unregistered: Some(error.value(py).to_string()) })
+                }
                 Err(error) => Err(error),
             },
             other => {

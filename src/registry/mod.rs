@@ -243,7 +243,7 @@ impl<T> Registry<T> {
     pub fn find(&self, address: usize) -> Option<Found<'_, T>> {
         let (&start, entry) = self.entries.range(..=address).next_back()?;
         let holds = entry.state == State::Pinned && address < entry.end;
-        holds.then(|| Found { range: start..entry.end, adopted: entry.adopted, note: entry.note.as_ref() })
+        holds.then_some(Found { range: start..entry.end, adopted: entry.adopted, note: entry.note.as_ref() })
     }
 
     /// Number of entries, whatever their state.

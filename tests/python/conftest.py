@@ -71,7 +71,7 @@ def lockable_bytes():
 
 @pytest.fixture
 def pool():
-    with PinnedPool(max_bytes=64 << 20) as pool:
+    with PinnedPool("host", max_bytes=64 << 20) as pool:
         yield pool
 
 

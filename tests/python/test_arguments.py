@@ -103,12 +103,17 @@ def test_a_wrong_type_for_a_pool_is_a_type_error(name, value):
         PinnedPool(**{name: value})
 
 
-@pytest.mark.parametrize("devices", [None, "auto", "host"])
-def test_these_devices_lock_only(devices):
+@pytest.mark.parametrize("devices", [None, "host", [], ()])
+def test_without_devices_memory_is_only_locked(devices):
     pool = PinnedPool(devices, max_bytes=MIB)
     array = pool.empty(5)
     assert pool.is_pinned(array)
     assert pool.stats()["registered_bytes"] == {}
+
+
+@pytest.mark.parametrize("pool", [PinnedPool, lambda: PinnedPool("auto")])
+def test_auto_takes_the_devices_that_there_are(pool):
+    assert pool().zeros(5).nbytes == 5
 
 
 def test_a_device_that_cannot_be_had_is_an_error_that_names_it():
@@ -135,7 +140,7 @@ def test_without_registering_no_device_is_needed():
 
 
 def test_huge_pages_that_cannot_be_had_are_an_error_that_says_how_to_reserve_them():
-    pool = PinnedPool(pages="1g", max_bytes=1 << 46)
+    pool = PinnedPool("host", pages="1g", max_bytes=1 << 46)
     with pytest.raises(PinpoolError, match=r'pages="1g".*nr_hugepages'):
         pool.empty(1 << 45)
     assert (pool.stats()["reserved_bytes"], pool.stats()["blocks"]) == (0, 0)
@@ -143,15 +148,15 @@ def test_huge_pages_that_cannot_be_had_are_an_error_that_says_how_to_reserve_the
 
 def test_a_numa_node_that_is_not_there_is_an_error_that_names_it():
     with pytest.raises(PinpoolError, match="NUMA node 1000"):
-        PinnedPool(numa=1000)
+        PinnedPool("host", numa=1000)
 
 
 def test_all_memory_may_be_asked_to_lie_on_one_node():
-    assert PinnedPool(numa=0, max_bytes=MIB).zeros(5).nbytes == 5
+    assert PinnedPool("host", numa=0, max_bytes=MIB).zeros(5).nbytes == 5
 
 
 def test_what_the_pages_are_is_told():
-    pool = PinnedPool(pages="4k", max_bytes=4 * MIB)
+    pool = PinnedPool("host", pages="4k", max_bytes=4 * MIB)
     assert pool.empty(3 * MIB).nbytes == 3 * MIB
     assert pool.stats()["pages"] == "4k"
 

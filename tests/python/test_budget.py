@@ -11,7 +11,7 @@ KIB, MIB = 1 << 10, 1 << 20
 
 
 def test_over_the_budget_the_error_has_all_numbers_and_nothing_leaks(locked):
-    pool = PinnedPool(max_bytes=MIB)
+    pool = PinnedPool("host", max_bytes=MIB)
     pool.reserve(512 * KIB)
     array = pool.empty(64 * KIB)
     before, locked_before = pool.stats(), locked()
@@ -28,14 +28,14 @@ def test_over_the_budget_the_error_has_all_numbers_and_nothing_leaks(locked):
 
 
 def test_a_smaller_request_works_after_a_refused_one():
-    pool = PinnedPool(max_bytes=MIB)
+    pool = PinnedPool("host", max_bytes=MIB)
     with pytest.raises(OutOfPinnedMemoryError):
         pool.empty(MIB + 1)
     assert pool.zeros(MIB).nbytes == MIB
 
 
 def test_the_budget_can_be_used_to_the_last_page():
-    pool = PinnedPool(max_bytes=MIB)
+    pool = PinnedPool("host", max_bytes=MIB)
     arrays = [pool.empty(mmap.PAGESIZE) for _ in range(MIB // mmap.PAGESIZE)]
     assert pool.stats()["allocated_bytes"] == MIB
     with pytest.raises(OutOfPinnedMemoryError):
@@ -45,7 +45,7 @@ def test_the_budget_can_be_used_to_the_last_page():
 
 
 def test_idle_memory_makes_room_before_a_request_is_refused():
-    pool = PinnedPool(max_bytes=4 * MIB)
+    pool = PinnedPool("host", max_bytes=4 * MIB)
     arrays = [pool.empty(MIB) for _ in range(4)]
     arrays.clear()
     assert pool.empty(4 * MIB).nbytes == 4 * MIB
@@ -53,7 +53,7 @@ def test_idle_memory_makes_room_before_a_request_is_refused():
 
 @pytest.mark.parametrize("shape", [2**62, (2**20, 2**25), 2**46])
 def test_more_than_the_machine_has_is_an_error_and_nothing_is_mapped(shape):
-    pool = PinnedPool()
+    pool = PinnedPool("host")
     before = pool.stats()
     with pytest.raises(OutOfPinnedMemoryError):
         pool.empty(shape)
@@ -66,7 +66,7 @@ def test_more_than_the_machine_has_is_an_error_and_nothing_is_mapped(shape):
 @pytest.fixture
 def full():
     """A pool whose budget is one block, and that block in a list."""
-    pool = PinnedPool(max_bytes=MIB)
+    pool = PinnedPool("host", max_bytes=MIB)
     return pool, [pool.empty(MIB)]
 
 
@@ -120,7 +120,7 @@ def test_a_waiting_request_ends_when_the_pool_is_closed(full, hand_over):
 
 @pytest.mark.timeout(20)
 def test_a_request_that_can_never_be_served_does_not_wait():
-    pool = PinnedPool(max_bytes=MIB)
+    pool = PinnedPool("host", max_bytes=MIB)
     with pytest.raises(OutOfPinnedMemoryError):
         pool.empty(MIB + 1, timeout=None)
 
@@ -130,7 +130,7 @@ def test_ctrl_c_ends_a_waiting_request_and_the_pool_is_usable(run, interrupt):
     run(f"""
         from pinpool import PinnedPool
 
-        pool = PinnedPool(max_bytes=MIB)
+        pool = PinnedPool("host", max_bytes=MIB)
         array = pool.empty(MIB)
         go = threading.Event()
         thread = threading.Thread(target=lambda: go.wait() and {interrupt})
@@ -149,11 +149,12 @@ def test_ctrl_c_ends_a_waiting_request_and_the_pool_is_usable(run, interrupt):
     """)
 
 
+@pytest.mark.locks(1024 * MIB)
 def test_ctrl_c_while_memory_is_made_undoes_everything(run):
     run("""
         from pinpool import PinnedPool
 
-        pool = PinnedPool(max_bytes=1024 * MIB)
+        pool = PinnedPool("host", max_bytes=1024 * MIB)
         before = status("VmLck")
         go = threading.Event()
         thread = threading.Thread(target=lambda: go.wait() and signal.raise_signal(signal.SIGINT))
@@ -171,6 +172,28 @@ def test_ctrl_c_while_memory_is_made_undoes_everything(run):
     """)
 
 
+@pytest.mark.locks(1024 * MIB)
+def test_ctrl_c_while_memory_is_registered_undoes_everything(run):
+    run("""
+        from pinpool import is_pinned, register
+
+        buffer, before = bytearray(1024 * MIB), status("VmLck")
+        go = threading.Event()
+        thread = threading.Thread(target=lambda: go.wait() and signal.raise_signal(signal.SIGINT))
+        sys.setswitchinterval(3600)
+        thread.start()
+        go.set()
+        try:
+            register(buffer)
+            raise SystemExit("it was registered")
+        except KeyboardInterrupt:
+            pass
+        thread.join()
+        assert (is_pinned(buffer), status("VmLck")) == (False, before)
+        buffer.append(1)  # nobody holds it
+    """)
+
+
 # What the kernel allows
 
 
@@ -181,7 +204,7 @@ def test_over_the_memlock_limit_the_error_has_the_numbers_and_the_remedies(run):
 
         become_unprivileged(memlock=8 * MIB)
         buffer = mmap.mmap(-1, 16 * MIB)
-        for ask in (PinnedPool().empty, PinnedPool(max_bytes=64 * MIB).empty, lambda n: register(buffer)):
+        for ask in (PinnedPool("host").empty, PinnedPool("host", max_bytes=64 * MIB).empty, lambda n: register(buffer)):
             try:
                 ask(16 * MIB)
                 raise SystemExit("it was served")
@@ -199,7 +222,7 @@ def test_under_the_memlock_limit_an_unprivileged_process_works(run):
         from pinpool import MemlockLimitError, PinnedPool
 
         become_unprivileged(memlock=8 * MIB)
-        pool = PinnedPool()
+        pool = PinnedPool("host")
         assert pool.stats()["max_bytes"] == 8 * MIB
         try:
             pool.empty(16 * MIB)
@@ -218,9 +241,9 @@ def test_a_process_that_may_lock_nothing_more_is_told_the_memlock_limit(run, mem
         from pinpool import MemlockLimitError, PinnedPool
 
         become_unprivileged(memlock={memlock} * MIB)
-        used = PinnedPool(max_bytes=4 * MIB).empty({memlock} * MIB)
+        used = PinnedPool("host", max_bytes=4 * MIB).empty({memlock} * MIB)
         try:
-            PinnedPool().empty(MIB)
+            PinnedPool("host").empty(MIB)
             raise SystemExit("it was served")
         except MemlockLimitError as error:
             assert "`ulimit -l" in str(error)
@@ -251,7 +274,7 @@ def test_memory_that_is_dropped_and_trimmed_leaves_the_process(run):
     run("""
         from pinpool import PinnedPool
 
-        pool = PinnedPool(max_bytes=1024 * MIB)
+        pool = PinnedPool("host", max_bytes=1024 * MIB)
         resident, locked = status("VmRSS"), status("VmLck")
         arrays = [pool.empty(256 * MIB) for _ in range(4)]
         assert status("VmLck") - locked == 1024 * MIB

@@ -189,7 +189,7 @@ def test_without_ml_dtypes_the_error_says_what_to_install(run):
         import numpy, pinpool
 
         try:
-            numpy.asarray(pinpool.PinnedPool(max_bytes=MIB).empty(5, "bfloat16"))
+            numpy.asarray(pinpool.PinnedPool("host", max_bytes=MIB).empty(5, "bfloat16"))
             raise SystemExit("it was converted")
         except TypeError as error:
             assert "ml_dtypes" in str(error)

@@ -18,6 +18,8 @@ EXAMINE = """
 import contextlib, io, json
 from pinpool import cli
 
+cli._parser().format_help()  # imports what a process without rights may not be able to read any more
+
 def examine():
     output = io.StringIO()
     with contextlib.redirect_stdout(output):

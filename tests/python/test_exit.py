@@ -36,7 +36,7 @@ made += [made[0].numpy(), made[1].view(10, 500), memoryview(made[2].numpy())]
     "tensors without their pool": TORCH
     + """
 tensor = pinpool.torch.empty(pool, 5, torch.uint8)
-other = pinpool.PinnedPool(max_bytes=MIB)
+other = pinpool.PinnedPool("host", max_bytes=MIB)
 tensors = [tensor, pinpool.torch.empty(other, 5, torch.uint8)]
 pool.close()
 del tensor, pool, other
@@ -111,7 +111,7 @@ def test_the_interpreter_ends_well_with(run, alive):
 
 
 def test_an_unhandled_exception_is_all_that_is_told():
-    script = "import pinpool\ndef end():\n    array = pinpool.PinnedPool().zeros(5000)\n    1 / 0\nend()"
+    script = "import pinpool\ndef end():\n    array = pinpool.PinnedPool(None).zeros(5000)\n    1 / 0\nend()"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 1
     assert done.stderr.endswith("ZeroDivisionError: division by zero\n")
@@ -123,6 +123,6 @@ def test_importing_neither_makes_system_calls_for_memory_nor_imports_frameworks(
         import pinpool
 
         assert not {"torch", "numpy", "ml_dtypes", "tqdm"} & set(sys.modules)
-        pool = pinpool.PinnedPool(max_bytes=MIB)
+        pool = pinpool.PinnedPool("host", max_bytes=MIB)
         assert (pool.stats()["os_calls"], status("VmLck")) == (0, 0)
     """)

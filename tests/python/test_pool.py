@@ -59,7 +59,7 @@ def test_the_newest_block_of_a_size_is_the_next_one(pool):
 
 
 def test_threads_may_be_told_how_many_prefault():
-    pool = PinnedPool(threads=3, max_bytes=4 * MIB)
+    pool = PinnedPool("host", threads=3, max_bytes=4 * MIB)
     assert bytes(pool.empty(3 * MIB)) == bytes(3 * MIB)
 
 
@@ -232,7 +232,7 @@ def test_a_closed_pool_still_answers(pool):
 
 def test_arrays_outlive_their_pool_and_then_leave_nothing(locked):
     before = locked()
-    with PinnedPool(max_bytes=4 * MIB) as pool:
+    with PinnedPool("host", max_bytes=4 * MIB) as pool:
         small, large = pool.zeros(5000), pool.zeros(3 * MIB)
     assert (bytes(small), bytes(large)) == (bytes(5000), bytes(3 * MIB))
     del small
@@ -243,14 +243,14 @@ def test_arrays_outlive_their_pool_and_then_leave_nothing(locked):
 
 def test_a_pool_that_nobody_refers_to_is_closed(locked):
     before = locked()
-    array = PinnedPool(max_bytes=4 * MIB).zeros(3 * MIB)
+    array = PinnedPool("host", max_bytes=4 * MIB).zeros(3 * MIB)
     assert bytes(array) == bytes(3 * MIB)
     del array
     assert locked() == before
 
 
 def test_the_context_manager_closes_on_an_error_too():
-    pool = PinnedPool(max_bytes=MIB)
+    pool = PinnedPool("host", max_bytes=MIB)
     with pytest.raises(ZeroDivisionError), pool as same:
         assert 1 / (same is not pool)
     assert pool.closed

@@ -90,7 +90,7 @@ def test_eight_threads_never_see_each_others_bytes(pool):
 
 
 def test_a_small_pool_serves_threads_that_wait_for_each_other():
-    pool = PinnedPool(max_bytes=2 * MIB)
+    pool = PinnedPool("host", max_bytes=2 * MIB)
 
     def work(number):
         choose = random.Random(number)
@@ -107,7 +107,7 @@ def test_a_small_pool_serves_threads_that_wait_for_each_other():
 
 
 def test_threads_that_keep_within_the_budget_are_never_refused():
-    pool = PinnedPool(max_bytes=64 * MIB)
+    pool = PinnedPool("host", max_bytes=64 * MIB)
 
     def work(number):
         choose = random.Random(number)
@@ -187,7 +187,7 @@ def test_blocks_may_be_unpinned_while_others_are_taken(pool):
 def test_a_pool_may_be_closed_while_threads_use_it(locked):
     before = locked()
     for _ in range(20):
-        pool = PinnedPool(max_bytes=32 * MIB)
+        pool = PinnedPool("host", max_bytes=32 * MIB)
 
         def work(number, pool=pool):
             if number == 0:
@@ -205,7 +205,7 @@ def test_a_pool_may_be_closed_while_threads_use_it(locked):
 
 
 def long_empty():
-    pool = PinnedPool(max_bytes=LONG)
+    pool = PinnedPool("host", max_bytes=LONG)
     return lambda: pool.empty(LONG)
 
 
@@ -215,12 +215,12 @@ def long_zeros():
 
 
 def long_reserve():
-    pool = PinnedPool(max_bytes=LONG)
+    pool = PinnedPool("host", max_bytes=LONG)
     return lambda: pool.reserve(LONG)
 
 
 def reserved():
-    pool = PinnedPool(max_bytes=LONG, pages="4k")
+    pool = PinnedPool("host", max_bytes=LONG, pages="4k")
     pool.reserve(LONG)
     return pool
 

@@ -77,7 +77,7 @@ def test_an_element_type_that_the_pool_lacks_is_a_value_error(pool, empty, dtype
 
 
 def test_a_tensor_over_the_budget_is_refused_and_nothing_leaks(empty):
-    pool = PinnedPool(max_bytes=MIB)
+    pool = PinnedPool("host", max_bytes=MIB)
     with pytest.raises(OutOfPinnedMemoryError):
         empty(pool, MIB + 1, torch.uint8, timeout=0.001)
     assert pool.stats()["reserved_bytes"] == 0
@@ -110,6 +110,15 @@ def test_no_torch_setting_moves_a_tensor_out_of_the_pool(pool, empty):
         tensor = empty(pool, 5, torch.float32)
     assert not isinstance(tensor, FakeTensor)
     assert pinpool.torch.is_pinned(tensor)
+
+
+@pytest.mark.parametrize("setting", [lambda: torch.device("meta"), FakeTensorMode, torch.inference_mode])
+def test_no_torch_setting_keeps_a_tensor_from_being_registered(setting):
+    tensor = torch.ones(1000)
+    with setting():
+        registration = pinpool.torch.register(tensor)
+        assert pinpool.torch.is_pinned(tensor)
+    registration.close()
 
 
 def test_a_tensor_cannot_grow_out_of_its_block(pool, empty):

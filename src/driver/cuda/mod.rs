@@ -170,11 +170,15 @@ impl CudaDevice {
         // SAFETY: the driver fills the pointer that we own.
         let code = unsafe { (driver.functions.retain_context)(&raw mut context, device) };
         driver.check("cuDevicePrimaryCtxRetain", 0, Some(id), code)?;
-        Ok(Self { driver, id, device, context, read_only, sizes: sizes_on(&limits::kernel_release()), fork_generation })
+        Ok(Self { driver, id, device, context, read_only, sizes: sizes_on(limits::kernel_release()), fork_generation })
     }
 
     /// Runs a call with our context current, and puts the caller's back.
     fn in_context(&self, call: &'static str, bytes: usize, run: impl FnOnce(&Functions) -> Code) -> Result<()> {
+        if self.fork_generation != os::fork_generation() {
+            let why = "the device was opened by the parent process, and CUDA does not outlive a fork; use spawn";
+            return Err(Error::unsupported(format!("registering memory with {} in a forked child", self.id), why));
+        }
         let functions = &self.driver.functions;
         // SAFETY: the context is retained.
         let pushed = unsafe { (functions.push_context)(self.context) };
@@ -256,8 +260,8 @@ impl std::fmt::Debug for CudaDevice {
     }
 }
 
-fn sizes_on(kernel: &(u32, u32)) -> Sizes {
-    let largest = if ((6, 11)..=(6, 13)).contains(kernel) { LARGEST_ON_LINUX_6_11 } else { LARGEST };
+fn sizes_on(kernel: (u32, u32)) -> Sizes {
+    let largest = if ((6, 11)..=(6, 13)).contains(&kernel) { LARGEST_ON_LINUX_6_11 } else { LARGEST };
     Sizes { largest, usual: USUAL.min(largest) }
 }
 
@@ -299,10 +303,10 @@ mod tests {
 
     #[test]
     fn three_kernels_pin_at_most_two_gibibytes_a_call() {
-        assert_eq!(sizes_on(&(6, 10)), Sizes { largest: LARGEST, usual: USUAL });
+        assert_eq!(sizes_on((6, 10)), Sizes { largest: LARGEST, usual: USUAL });
         for minor in 11..=13 {
-            assert_eq!(sizes_on(&(6, minor)), Sizes { largest: 2 * GIB, usual: 2 * GIB });
+            assert_eq!(sizes_on((6, minor)), Sizes { largest: 2 * GIB, usual: 2 * GIB });
         }
-        assert_eq!(sizes_on(&(6, 14)).largest, LARGEST);
+        assert_eq!(sizes_on((6, 14)).largest, LARGEST);
     }
 }

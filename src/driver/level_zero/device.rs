@@ -80,7 +80,7 @@ impl XpuDevice {
         registered.map_err(|error| {
             let why = format!(
                 "its driver has no ZE_extension_external_memmap_sysmem, and failed the test of the host-pointer flag \
-                 ({error}); update it (to 25.44 or later), or ask for method=\"import\""
+                 ({error}); update it (to 25.44 or later), or use register=\"try\", which imports"
             );
             Error::unsupported(format!("registering memory with {}", self.id), why)
         })

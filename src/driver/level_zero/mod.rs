@@ -53,7 +53,7 @@ pub(super) fn open_import(library: &str, ordinal: u32) -> Result<Arc<dyn Device>
 }
 
 const IMPORT_ONLY: &str = "its driver has neither the extension ZE_extension_external_memmap_sysmem nor the \
-                           host-pointer flag; update it (to 25.44 or later), or ask for method=\"import\"";
+                           host-pointer flag; update it (to 25.44 or later), or use register=\"try\", which imports";
 const NO_IMPORT: &str = "its driver has no zexDriverImportExternalPointer";
 const NO_METHOD: &str = "its driver can neither map nor import host memory; update it (to 25.44 or later)";
 
