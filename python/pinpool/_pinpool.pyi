@@ -357,7 +357,7 @@ def current_device(kind: str, library: str | None) -> int | None:
     """Tell the ordinal of the device that the calling thread works on, where its driver knows such a thing."""
 
 def ordinal_of(kind: str, library: str | None, uuid: bytes) -> int:
-    """Tell the ordinal of the one device of a kind with this UUID. DriverUnavailableError: none, or several, have it."""
+    """Tell the ordinal of the one device of a kind with this UUID. DriverUnavailableError: none, or several."""
 
 def doctor(cuda_library: str | None, level_zero_library: str | None) -> Report:
     """Examine what stands in the way of a large pin: limits, memory, pages, drivers. Makes no context on a device.

@@ -33,7 +33,7 @@ _default_lock = threading.Lock()
 
 
 def _forget_default_pool() -> None:
-    """A forked child owns nothing of its parent's pool, nor its lock."""
+    """Forget the pool and the lock of the parent: a forked child owns nothing of either."""
     global _default, _default_lock
     _default, _default_lock = None, threading.Lock()
 
@@ -112,11 +112,11 @@ def unpin(tensor: torch.Tensor) -> bool:
     return _pinpool.unpin(tensor)
 
 
-def extent(tensor: torch.Tensor) -> tuple[int, int, bool, torch.Tensor] | str:
+def extent(tensor: torch.Tensor) -> tuple[int, int, bool, object] | str:
     """Tell the address of a tensor, its bytes from first to last, whether its elements fill them, and their keeper.
 
-    The keeper is an array on the same storage: the tensor may be given other memory (`t.data = ...`), and torch does not
-    resize a storage that an array looks at. A text says why there is no host memory.
+    The keeper is an array on the same storage: the tensor may be given other memory (`t.data = ...`), and torch does
+    not resize a storage that an array looks at. A text says why there is no host memory.
     """
     if isinstance(tensor, FakeTensor) or tensor.is_meta or is_traceable_wrapper_subclass(tensor):
         return f"{_kind(tensor)}: it has no memory of its own"
