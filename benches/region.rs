@@ -40,11 +40,7 @@ fn regions(criterion: &mut Criterion) {
 }
 
 /// Times the making alone.
-fn time_making<T, E: std::fmt::Debug>(
-    group: &mut BenchmarkGroup<'_, WallTime>,
-    name: &str,
-    make: impl Fn() -> Result<T, E>,
-) {
+fn time_making<T>(group: &mut BenchmarkGroup<'_, WallTime>, name: &str, make: impl Fn() -> io::Result<T>) {
     let time = || {
         let start = Instant::now();
         let made = make().expect("memory for a benchmark");
@@ -55,8 +51,9 @@ fn time_making<T, E: std::fmt::Debug>(
     group.bench_function(name, |bencher| bencher.iter_custom(|times| (0..times).map(|_| time()).sum()));
 }
 
-fn region(len: usize, pages: Pages) -> pinpool::Result<Region> {
-    Region::map(len, &RegionOptions { pages, ..RegionOptions::default() }, &mut |_, _| ControlFlow::Continue(()))
+fn region(len: usize, pages: Pages) -> io::Result<Region> {
+    let options = RegionOptions { pages, ..RegionOptions::default() };
+    Region::map(len, &options, &mut |_, _| ControlFlow::Continue(())).map_err(io::Error::other)
 }
 
 /// The best way known for a machine that gives huge pages: advise, populate, lock.

@@ -119,11 +119,18 @@ pub(crate) fn locked_bytes() -> usize {
 /// Whether `CAP_IPC_LOCK` lifts the memlock limit. The kernel asks for it in the initial user namespace: what a
 /// rootless container calls a capability does not count.
 pub(crate) fn may_lock_without_limit() -> bool {
+    has_lock_capability() && !in_user_namespace()
+}
+
+/// Whether the process lives in a user namespace that is not the initial one.
+pub(crate) fn in_user_namespace() -> bool {
+    let ids = fs::read_to_string("/proc/self/uid_map");
+    ids.is_ok_and(|ids| !ids.split_whitespace().eq(["0", "0", "4294967295"]))
+}
+
+/// Whether the process has `CAP_IPC_LOCK` in its own user namespace.
+pub(crate) fn has_lock_capability() -> bool {
     const CAP_IPC_LOCK: u64 = 14;
-    let ids = fs::read_to_string("/proc/self/uid_map").unwrap_or_default();
-    if !ids.split_whitespace().eq(["0", "0", "4294967295"]) {
-        return false;
-    }
     let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
     let capabilities = field(&status, "CapEff:").and_then(|hex| u64::from_str_radix(hex, 16).ok());
     capabilities.is_some_and(|bits| bits >> CAP_IPC_LOCK & 1 == 1)

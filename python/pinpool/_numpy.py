@@ -11,7 +11,7 @@ from pinpool._pinpool import PinnedArray
 def as_array(array: PinnedArray, dtype: npt.DTypeLike | None, copy: bool | None) -> npt.NDArray[Any]:
     """Share the memory as a numpy array, unless a copy or another dtype is asked for."""
     own = _numpy_dtype(array.dtype)
-    shared = np.empty(array.shape, own) if array.nbytes == 0 else _view(array, own)
+    shared = _view(array, own)
     if dtype is None or np.dtype(dtype) == own:
         return shared.copy() if copy else shared
     if copy is False:

@@ -56,8 +56,8 @@ class PinnedPool:
     accelerator; else the device of this thread's CUDA context; else the one of LOCAL_RANK, or the first), or none where
     there is none. None or "host": it is only locked. Or "cuda:0", "xpu:1", an object with `.type` and `.index`, or a
     list. CUDA registrations serve every CUDA device; Level Zero maps memory for one device only.
-    `register`: "require" (a device that refuses is an error), "try" (go on with locked memory; `stats()["unregistered"]`
-    says why) or "off".
+    `register`: "require" (a device that refuses is an error), "try" (go on with locked memory, and say why in
+    `stats()["unregistered"]`) or "off".
     `max_bytes`: the most the pool ever holds; unset, 90 % of the memory that the machine and the control group have
     left, or what RLIMIT_MEMLOCK leaves, whichever is less. `pages`: "auto" (transparent huge pages where they come
     cheap), "4k", "thp", "2m" or "1g"; a kind that cannot be had is an error. `numa`: the node that all memory lies on.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.utils.dlpack
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._mode_utils import no_dispatch
 
 from pinpool import _pinpool
 from pinpool._pinpool import PinnedPool, Registration
@@ -67,11 +67,11 @@ def pin(
     """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"pin takes a tensor, not {type(tensor).__name__}; for other memory, see pinpool.register")
+    if not isinstance(tensor, FakeTensor) and _is_odd(tensor):
+        raise TypeError(f"cannot pin a copy of {_kind(tensor)}: it has no dense memory of its own; pin its parts")
     shape = tuple(tensor.shape) if match_shape else (tensor.numel(),)
     if tensor.is_meta or isinstance(tensor, FakeTensor):
         return tensor.new_empty(shape)
-    if tensor.layout != torch.strided or tensor.is_quantized or is_traceable_wrapper_subclass(tensor):
-        raise TypeError(f"cannot pin a copy of {_kind(tensor)}; pin its dense parts")
     pinned = empty(pool or default_pool(), shape, tensor.dtype)
     if make_copy:
         with torch.no_grad():
@@ -118,26 +118,48 @@ def extent(tensor: torch.Tensor) -> tuple[int, int, bool, object] | str:
     The keeper is an array on the same storage: the tensor may be given other memory (`t.data = ...`), and torch does
     not resize a storage that an array looks at. A text says why there is no host memory.
     """
-    if isinstance(tensor, FakeTensor) or tensor.is_meta or is_traceable_wrapper_subclass(tensor):
+    try:
+        return _host_extent(tensor)
+    except (RuntimeError, ValueError) as error:  # a kind that is not known here, without memory
+        return f"{_kind(tensor)}: it has no memory of its own ({error})"
+
+
+def _host_extent(tensor: torch.Tensor) -> tuple[int, int, bool, object] | str:
+    if isinstance(tensor, FakeTensor) or tensor.is_meta:
         return f"{_kind(tensor)}: it has no memory of its own"
-    if tensor.layout != torch.strided or tensor.is_quantized:
-        return f"{_kind(tensor)}: pin its dense parts"
+    if _is_odd(tensor):
+        return f"{_kind(tensor)}: it has no dense memory of its own; pin its parts"
     if tensor.device.type != "cpu":
         return f"{_kind(tensor)}: only host memory can be pinned"
     numel, element = tensor.numel(), tensor.element_size()
     if numel == 0:
         return tensor.data_ptr(), 0, True, tensor
+    if tensor.data_ptr() == 0:
+        return f"{_kind(tensor)}: it has no memory of its own"
     reach = sum((count - 1) * stride for count, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), (reach + 1) * element, reach + 1 == numel, _keeper(tensor)
 
 
+def _is_odd(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor is made of others, or of no elements that lie in memory as its shape says."""
+    return (
+        tensor.layout != torch.strided
+        or tensor.is_quantized
+        or tensor.is_nested
+        or torch.nn.parameter.is_lazy(tensor)
+        or torch._is_functional_tensor(tensor)
+        or type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    )
+
+
 def _keeper(tensor: torch.Tensor) -> object:
-    with torch.no_grad():
-        whole = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
-    try:
-        return whole.numpy()
-    except RuntimeError:  # this torch works without numpy
-        return whole
+    # Modes (a fake mode, a default device) must not reach what is done here.
+    with torch._C.DisableTorchFunction(), no_dispatch(), torch.no_grad():
+        whole = torch.empty(0, dtype=torch.uint8, device="cpu").set_(tensor.untyped_storage())
+        try:
+            return whole.numpy()
+        except RuntimeError:  # this torch works without numpy
+            return whole
 
 
 def _kind(tensor: torch.Tensor) -> str:
@@ -147,6 +169,8 @@ def _kind(tensor: torch.Tensor) -> str:
         return "a quantized tensor"
     if tensor.layout != torch.strided:
         return f"a tensor of layout {tensor.layout}"
+    if tensor.is_nested:
+        return "a nested tensor"
     name = type(tensor).__name__
     return f"a {name} on {tensor.device}"
 

@@ -144,8 +144,8 @@ impl Memlock {
             soft,
             hard,
             locked: limits::locked_bytes(),
-            has_capability: limits::may_lock_without_limit(),
-            in_user_namespace: fs::read_to_string("/proc/self/uid_map").is_ok_and(|map| !maps_all_ids(&map)),
+            has_capability: limits::has_lock_capability(),
+            in_user_namespace: limits::in_user_namespace(),
         }
     }
 }

@@ -2,10 +2,10 @@
 
 use std::time::Duration;
 
-use pyo3::exceptions::{PyOverflowError, PyTypeError, PyValueError};
+use pyo3::exceptions::{PyOverflowError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
-use pyo3::types::{PyDict, PyString, PyTuple, PyType};
+use pyo3::types::{PyDict, PyInt, PyString, PyTuple, PyType};
 
 use crate::dlpack::{ELEMENT_TYPES, ElementType, checked_bytes};
 
@@ -33,6 +33,9 @@ impl Layout {
 fn dimensions(shape: &Bound<'_, PyAny>) -> PyResult<Vec<i64>> {
     if let Ok(tuple) = shape.cast::<PyTuple>() {
         return tuple.iter_borrowed().map(|dimension| integer(&dimension, "shape")).collect();
+    }
+    if shape.is_instance_of::<PyInt>() {
+        return Ok(vec![integer(shape, "shape")?]); // asking an integer for an iterator makes an exception first
     }
     match shape.try_iter() {
         Ok(dimensions) => dimensions.map(|dimension| integer(&dimension?, "shape")).collect(),
@@ -93,7 +96,7 @@ fn name_of(dtype: &Bound<'_, PyAny>) -> PyResult<String> {
     }
     if let Ok(name) = dtype.getattr("name") {
         if !dtype.getattr("isnative").and_then(|native| native.extract()).unwrap_or(true) {
-            return Err(PyTypeError::new_err(format!(
+            return Err(PyValueError::new_err(format!(
                 "dtype {dtype} is of foreign byte order; use .newbyteorder('=')"
             )));
         }

@@ -132,8 +132,8 @@ impl PinnedArray {
         view.readonly = 0;
         view.ndim = if wants(ffi::PyBUF_ND) { rank as c_int } else { 1 };
         view.format = format;
-        view.shape = if wants(ffi::PyBUF_ND) { shape } else { null_mut() };
-        view.strides = if wants(ffi::PyBUF_STRIDES) { strides } else { null_mut() };
+        view.shape = if wants(ffi::PyBUF_ND) && rank > 0 { shape } else { null_mut() };
+        view.strides = if wants(ffi::PyBUF_STRIDES) && rank > 0 { strides } else { null_mut() };
         view.suboffsets = null_mut();
         view.internal = Box::into_raw(export).cast();
         view.obj = slf.into_any().into_ptr();

@@ -7,7 +7,7 @@ use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyString};
 
-use super::argument::{Layout, byte_count, timeout as parse_timeout};
+use super::argument::{Layout, byte_count, integer, timeout as parse_timeout};
 use super::array::PinnedArray;
 use super::extent::{Span, span_of};
 use super::registration::{Registration, is_pinned, is_registered};
@@ -54,8 +54,8 @@ impl PinnedPool {
         max_bytes: Option<&Bound<'_, PyAny>>,
         register: &str,
         pages: &str,
-        numa: Option<i64>,
-        threads: Option<i64>,
+        numa: Option<&Bound<'_, PyAny>>,
+        threads: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Self> {
         let max_bytes = max_bytes.map(|bytes| byte_count(bytes, "max_bytes")).transpose()?;
         let region = RegionOptions {
@@ -213,7 +213,8 @@ impl PinnedPool {
 }
 
 /// A number of at least `least`.
-fn at_least(number: i64, least: u32, name: &str) -> PyResult<u32> {
+fn at_least(number: &Bound<'_, PyAny>, least: u32, name: &str) -> PyResult<u32> {
+    let number = integer(number, name)?;
     u32::try_from(number)
         .ok()
         .filter(|&number| number >= least)

@@ -196,6 +196,7 @@ import numpy, pinpool
 warnings.filterwarnings("ignore", ".*multi-threaded.*", DeprecationWarning)
 pool = pinpool.PinnedPool("host", max_bytes=64 * MIB)
 array = pool.zeros(5000)
+pinpool.register(bytearray(5000)).close()  # what a first call does is done
 stop = threading.Event()
 
 def hammer(work):
@@ -221,6 +222,24 @@ def run_beside(works, forks, child):
             thread.join()
     gc.collect()
 """
+
+
+def test_no_call_imports_a_module(run):
+    # A fork while another thread imports one leaves its lock behind, and the child's first call waits for it for ever.
+    run("""
+        import pinpool
+
+        before = set(sys.modules)
+        pool = pinpool.PinnedPool("host", max_bytes=4 * MIB)
+        array, buffer = pool.zeros(5), bytearray(5000)
+        with pool.register(buffer):
+            assert pool.is_pinned(array) and pool.is_pinned(buffer)
+        pool.is_registered(array, "cuda:0")
+        pool.reserve(MIB)
+        pinpool._pinpool.unpin(array)
+        pool.close()
+        assert set(sys.modules) == before, set(sys.modules) - before
+    """)
 
 
 def test_a_child_of_a_busy_pool_collects_and_exits(run):

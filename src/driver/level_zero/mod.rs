@@ -92,6 +92,8 @@ impl Loader {
             let refuse = if matches!(old_answer, sys::SUCCESS | sys::UNINITIALIZED) { absent } else { unavailable };
             return Err(refuse(TITLE, &init_refusal(library, new_answer, old_answer)));
         }
+        let process = os::fork_generation();
+        let _ = FIRST_PROCESS.compare_exchange(NOBODY, process, Ordering::Relaxed, Ordering::Relaxed);
         Ok(Self { functions, drivers })
     }
 
@@ -167,17 +169,17 @@ impl Loader {
     }
 }
 
+/// The process that started a driver, by its fork generation; before that, nobody.
+static FIRST_PROCESS: AtomicU64 = AtomicU64::new(NOBODY);
+const NOBODY: u64 = u64::MAX;
+
 /// A driver that was started before a fork answers with nothing in the child, or never.
 fn refuse_forked_child() -> Result<()> {
-    const NOBODY: u64 = u64::MAX;
-    static FIRST_PROCESS: AtomicU64 = AtomicU64::new(NOBODY);
-    let process = os::fork_generation();
-    match FIRST_PROCESS.compare_exchange(NOBODY, process, Ordering::Relaxed, Ordering::Relaxed) {
-        Err(first) if first != process => {
-            Err(unavailable(TITLE, "it cannot be used in a process forked after it was initialized; use spawn"))
-        }
-        _ => Ok(()),
+    let first = FIRST_PROCESS.load(Ordering::Relaxed);
+    if first == NOBODY || first == os::fork_generation() {
+        return Ok(());
     }
+    Err(unavailable(TITLE, "it cannot be used in a process forked after it was initialized; use spawn"))
 }
 
 /// Drivers as the newer way to start them has them, and its answer; `None` where the loader is older than it.
