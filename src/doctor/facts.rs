@@ -150,11 +150,6 @@ impl Memlock {
     }
 }
 
-/// The first user namespace maps all user ids to themselves. A new one maps none until somebody says which.
-fn maps_all_ids(uid_map: &str) -> bool {
-    uid_map.split_whitespace().eq(["0", "0", "4294967295"])
-}
-
 impl Memory {
     fn read() -> Self {
         let table = text("/proc/meminfo");
@@ -292,13 +287,6 @@ mod tests {
                      Max address space         unlimited            unlimited            bytes\n";
         assert_eq!(soft_limit(table, "Max address space"), usize::MAX);
         assert_eq!(soft_limit(table, "Max stack size"), 8 << 20);
-    }
-
-    #[test]
-    fn only_the_first_user_namespace_maps_all_ids_to_themselves() {
-        assert!(maps_all_ids("         0          0 4294967295\n"));
-        assert!(!maps_all_ids("         0       1000          1\n"));
-        assert!(!maps_all_ids(""));
     }
 
     #[test]
