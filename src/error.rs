@@ -2,8 +2,6 @@
 
 use std::{fmt, io};
 
-use crate::driver::DeviceId;
-
 /// Result of a pinpool call.
 pub type Result<T> = std::result::Result<T, Error>;
 
@@ -82,7 +80,7 @@ pub enum Error {
         /// The answer's name.
         code_name: Box<str>,
         /// For which device.
-        device: Option<DeviceId>,
+        device: Option<Box<str>>,
         /// Bytes of the range.
         bytes: usize,
         /// What would help.

@@ -63,7 +63,7 @@ impl Made {
     }
 
     fn refusal(&self, call: &'static str, bytes: usize) -> Error {
-        let (device, code_name) = (Some(self.id()), "NO".into());
+        let (device, code_name) = (Some(self.id().to_string().into()), "NO".into());
         Error::Driver { driver: "Made", call, code: 13, code_name, device, bytes, advice: "nothing helps" }
     }
 }

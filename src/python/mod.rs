@@ -93,13 +93,12 @@ impl From<Error> for PyErr {
                 with_attributes(DriverUnavailableError::new_err(text), |value| value.setattr("absent", absent))
             }
             Error::Driver { driver, call, code, code_name, device, bytes, .. } => {
-                let device = device.map(|device| device.to_string());
                 with_attributes(DriverError::new_err(text), |value| {
                     value.setattr("driver", driver)?;
                     value.setattr("call", call)?;
                     value.setattr("code", code)?;
                     value.setattr("code_name", &*code_name)?;
-                    value.setattr("device", device)?;
+                    value.setattr("device", device.as_deref())?;
                     value.setattr("bytes", bytes)
                 })
             }

@@ -126,7 +126,7 @@ impl Driver {
             // SAFETY: the driver's texts live as long as the driver.
             unsafe { CStr::from_ptr(name) }.to_string_lossy().into_owned()
         };
-        let advice = advice(code);
+        let (device, advice) = (device.map(|id| id.to_string().into()), advice(code));
         Err(Error::Driver {
             driver: TITLE,
             call,

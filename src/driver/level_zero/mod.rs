@@ -251,6 +251,7 @@ fn check(call: &'static str, bytes: usize, device: Option<DeviceId>, code: Code)
 
 fn failure(call: &'static str, bytes: usize, device: Option<DeviceId>, code: Code) -> Error {
     let (code_name, advice) = (sys::code_name(code), advice(code, bytes));
+    let device = device.map(|id| id.to_string().into());
     Error::Driver { driver: TITLE, call, code: i64::from(code), code_name: code_name.into(), device, bytes, advice }
 }
 
