@@ -1,5 +1,6 @@
 """What the tests share: a pool, scripts in a process of their own, and threads that wait for each other."""
 
+import os
 import re
 import resource
 import select
@@ -14,6 +15,7 @@ import pytest
 from pinpool import PinnedPool
 
 CAP_IPC_LOCK = 14
+HERE = Path(__file__).resolve().parent
 
 # What every script of `run` can use.
 PRELUDE = """\
@@ -79,14 +81,50 @@ def pool():
 def run():
     """Run a script, behind `PRELUDE`, in a Python of its own. It must end with exit code 0, and nothing on stderr."""
 
-    def run(script):
+    def run(script, **environment):
         command = [sys.executable, "-W", "error", "-c", PRELUDE + textwrap.dedent(script)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        environment = os.environ | {name: str(value) for name, value in environment.items()}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
         assert done.returncode == 0, done.stderr
         assert done.stderr == ""
         return done.stdout
 
     return run
+
+
+@pytest.fixture
+def run_with_driver(run):
+    """Run a script that looks into a driver's books with `drivers.py`, as a function: its variables are gone after it.
+
+    It may return what the driver is to hold after that, as a dict; otherwise that is nothing.
+    """
+
+    def run_with_driver(script, fake=None, **environment):
+        head = f"sys.path.insert(0, {str(HERE)!r})\nfrom drivers import *\ndriver = {fake}\n"
+        body = textwrap.indent(textwrap.dedent(script), "    ")
+        tail = "\nleft = body() or {}\ngc.collect()\nif driver: driver.expect_left(**left)\n"
+        return run(head + "def body():\n" + body + tail, **environment)
+
+    return run_with_driver
+
+
+def build_driver(tmp_path_factory, source, name):
+    path = tmp_path_factory.mktemp("drivers") / name
+    options = ["--crate-type", "cdylib", "-O", "--edition", "2024", "--cap-lints", "allow"]
+    subprocess.run(["rustc", *options, "-o", path, HERE.parent / "drivers" / source], check=True)
+    return path
+
+
+@pytest.fixture(scope="session")
+def fake_level_zero(tmp_path_factory):
+    """Tell the path of a Level Zero driver without devices of its own. See tests/drivers/fake_level_zero.rs."""
+    return build_driver(tmp_path_factory, "fake_level_zero.rs", "libfake_level_zero.so")
+
+
+@pytest.fixture(scope="session")
+def fake_libcuda(tmp_path_factory):
+    """Tell the path of a CUDA driver without devices of its own. See tests/drivers/fake_cuda.rs."""
+    return build_driver(tmp_path_factory, "fake_cuda.rs", "libcuda.so.1")
 
 
 @pytest.fixture
