@@ -99,11 +99,11 @@ def run_with_driver(run):
     It may return what the driver is to hold after that, as a dict; otherwise that is nothing.
     """
 
-    def run_with_driver(script, fake=None, **environment):
-        head = f"sys.path.insert(0, {str(HERE)!r})\nfrom drivers import *\ndriver = {fake}\n"
+    def run_with_driver(script, fake=None, before="", **environment):
+        head = f"sys.path.insert(0, {str(HERE)!r})\nfrom drivers import *\ndriver = {fake}\n" + before
         body = textwrap.indent(textwrap.dedent(script), "    ")
         tail = "\nleft = body() or {}\ngc.collect()\nif driver: driver.expect_left(**left)\n"
-        return run(head + "def body():\n" + body + tail, **environment)
+        return run(head + "\ndef body():\n" + body + tail, **environment)
 
     return run_with_driver
 

@@ -91,23 +91,22 @@ def test_a_full_pool_refuses_when_the_time_is_up(full, timeout):
 @pytest.mark.parametrize("timeout", [None, 1000])
 def test_a_waiting_request_gets_what_another_thread_releases(full, hand_over, timeout):
     pool, blocks = full
-    address = blocks[0].ptr
     thread = do_while_waiting(blocks.clear)
-    assert pool.empty(MIB, timeout=timeout).ptr == address
+    array = pool.zeros(MIB, timeout=timeout)
     thread.join()
+    assert (pool.is_pinned(array), pool.stats()["blocks"]) == (True, 1)
 
 
 def test_every_waiting_request_is_served(full):
     pool, blocks = full
     served = []
-    threads = [threading.Thread(target=lambda: served.append(pool.empty(MIB, timeout=None).ptr)) for _ in range(8)]
+    threads = [threading.Thread(target=lambda: served.append(pool.empty(MIB, timeout=None).nbytes)) for _ in range(8)]
     for thread in threads:
         thread.start()
-    address = blocks[0].ptr
     blocks.clear()
     for thread in threads:
         thread.join()
-    assert served == [address] * 8
+    assert (served, pool.stats()["peak_reserved_bytes"]) == ([MIB] * 8, MIB)
 
 
 def test_a_waiting_request_ends_when_the_pool_is_closed(full, hand_over):
