@@ -36,8 +36,8 @@ RUST_INPUTS := $(shell find src -name '*.rs') Cargo.toml $(wildcard Cargo.lock) 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help venv develop demo test test-rust test-python fmt lint docs bench bench-check compare sanitize wheel \
-        wheel-test check clean rust drivers
+.PHONY: help venv develop demo test test-rust test-python fmt lint docs bench bench-check compare offload sanitize \
+        test-sycl wheel wheel-test check clean rust drivers
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
@@ -96,6 +96,10 @@ sanitize: rust  ## Rust tests under AddressSanitizer, leaks included (needs the 
 		cargo +$(NIGHTLY) test --lib --tests --target-dir target/sanitize \
 		--target "$$(rustc +$(NIGHTLY) -vV | sed -n 's/^host: //p')"
 
+# Not part of CI: some 530 MB of wheels.
+test-sycl: develop  ## Intel's SYCL runtime as a witness of what pinpool registers, on simulated devices
+	tests/sycl/run.sh $(BIN)/python
+
 # --- style and documentation ---
 
 fmt: $(VENV)/.tools rust  ## formats Rust and Python
@@ -127,6 +131,9 @@ bench-check: rust  ## every Rust benchmark runs once
 
 compare: develop  ## pinpool beside torch and the other ways to get pinned memory
 	$(BIN)/python benches/compare.py
+
+offload: develop  ## copies to a GPU and back from locked, registered and pageable memory; without one, what is left
+	$(BIN)/python benches/offload.py
 
 # --- ship ---
 
