@@ -15,8 +15,9 @@ use crate::region::Progress;
 
 /// A cached block serves a request that is shorter by at most this share of it.
 const SLACK_SHARE: usize = 64;
-/// How often a request looks again for idle blocks that the books promise.
-const MISSED_BLOCKS: u32 = 100;
+/// How often, and after what pause, a request looks again for idle blocks that the books promise.
+const MISSED_BLOCKS: u32 = 20;
+const PAUSE: Duration = Duration::from_millis(1);
 /// How often a waiting caller is asked whether it still wants to wait.
 const WAIT_STEP: Duration = Duration::from_millis(50);
 
@@ -101,7 +102,10 @@ impl Inner {
                     match cut {
                         Some(record) => return Ok(record),
                         None if made_room => {}
-                        None if patience > 0 && self.has_idle(len) => patience -= 1,
+                        None if patience > 0 && self.has_idle(len) => {
+                            patience -= 1;
+                            self.pause();
+                        }
                         None => return Err(refusal),
                     }
                 }
@@ -115,8 +119,13 @@ impl Inner {
         refusal.is_shortage() || self.options.devices.iter().any(|device| device.is_too_large(refusal))
     }
 
-    /// Whether the books say that the budget has room, if only the idle blocks were found: other threads put them into
-    /// shards that were searched before.
+    /// Gives a thread that is in the middle of something the time to end it.
+    fn pause(&self) {
+        drop(self.returned.wait_timeout(self.store(), PAUSE).unwrap_or_else(PoisonError::into_inner));
+    }
+
+    /// Whether the books say that the budget has room, if only the idle blocks were found: other threads are moving
+    /// them, or have put them into shards that were searched before.
     fn has_idle(&self, len: usize) -> bool {
         let store = self.store();
         let allocated = self.cache.counters().allocated_bytes.cast_unsigned();
