@@ -102,7 +102,7 @@ impl Inner {
                     match cut {
                         Some(record) => return Ok(record),
                         None if made_room => {}
-                        None if patience > 0 && self.has_idle(len) => {
+                        None if patience > 0 && self.should_fit(len) => {
                             patience -= 1;
                             self.pause();
                         }
@@ -124,9 +124,9 @@ impl Inner {
         drop(self.returned.wait_timeout(self.store(), PAUSE).unwrap_or_else(PoisonError::into_inner));
     }
 
-    /// Whether the books say that the budget has room, if only the idle blocks were found: other threads are moving
-    /// them, or have put them into shards that were searched before.
-    fn has_idle(&self, len: usize) -> bool {
+    /// Whether what is handed out leaves room in the budget. Then idle blocks were missed: other threads are moving them,
+    /// or have put them into shards that were searched before.
+    fn should_fit(&self, len: usize) -> bool {
         let store = self.store();
         let allocated = self.cache.counters().allocated_bytes.cast_unsigned();
         allocated + store.pending_bytes() + store.leaked() + len <= self.budget.bytes
