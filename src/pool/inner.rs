@@ -130,7 +130,6 @@ impl Inner {
         let store = self.store();
         let allocated = self.cache.counters().allocated_bytes.cast_unsigned();
         allocated + store.pending_bytes() + store.leaked() + len <= self.budget.bytes
-            && store.cached_bytes(allocated) > 0
     }
 
     /// A block from what the pool has already.
