@@ -1,5 +1,7 @@
 """Page-locked host memory for offload loops: exact sizes, instant reuse, DLPack to torch."""
 
+# Imported here and not at the first call: a fork in the middle of an import leaves its lock taken in the child.
+from pinpool import _devices, _extent  # noqa: F401
 from pinpool._pinpool import (
     DriverError,
     DriverUnavailableError,

@@ -29,13 +29,13 @@ empty = _pinpool.torch_empty if _pinpool.use_exchange_api([torch.Tensor, torch.n
 
 
 _default: PinnedPool | None = None
-_default_lock = threading.Lock()
+_default_lock = threading.RLock()  # a finalizer that pins may run while the pool is made
 
 
 def _forget_default_pool() -> None:
     """Forget the pool and the lock of the parent: a forked child owns nothing of either."""
     global _default, _default_lock
-    _default, _default_lock = None, threading.Lock()
+    _default, _default_lock = None, threading.RLock()
 
 
 os.register_at_fork(after_in_child=_forget_default_pool)
@@ -46,7 +46,8 @@ def default_pool() -> PinnedPool:
     global _default
     with _default_lock:
         if _default is None or _default.closed:
-            _default = PinnedPool()
+            made = PinnedPool()
+            _default = made if _default is None or _default.closed else _default
         return _default
 
 

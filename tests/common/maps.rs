@@ -72,7 +72,9 @@ pub(crate) fn is_mapped(range: &Range<usize>) -> bool {
 
 /// Whether no byte of the range is mapped. Only where nobody can have mapped something else there since.
 pub(crate) fn is_unmapped(range: &Range<usize>) -> bool {
-    areas(range).is_empty()
+    // The sanitizer's own mappings soon take the place of ours; they are not locked.
+    let others_map_here = std::env::var_os("ASAN_OPTIONS").is_some();
+    areas(range).iter().all(|area| others_map_here && !area.has("lo"))
 }
 
 /// Whether all of the range is mapped with this flag of smaps: `lo` locked, `hg` and `nh` huge pages wanted and not.

@@ -121,6 +121,18 @@ def fake_level_zero(tmp_path_factory):
     return build_driver(tmp_path_factory, "fake_level_zero.rs", "libfake_level_zero.so")
 
 
+@pytest.fixture
+def simulated():
+    """Tell the environment in which Intel's Level Zero driver has two simulated devices, with memory of their own."""
+    return {
+        "NEOReadDebugKeys": 1,
+        "SetCommandStreamReceiver": 1,
+        "AUBDumpCaptureFileName": "/dev/null",
+        "ProductFamilyOverride": "pvc",
+        "CreateMultipleRootDevices": 2,
+    }
+
+
 @pytest.fixture(scope="session")
 def fake_libcuda(tmp_path_factory):
     """Tell the path of a CUDA driver without devices of its own. See tests/drivers/fake_cuda.rs."""

@@ -6,23 +6,13 @@ host-pointer flag and the import functions. What shows there is asked of our fak
 
 import pytest
 
-INTEL = "libze_intel_gpu.so.1"
-SIMULATED = {
-    "NEOReadDebugKeys": 1,
-    "SetCommandStreamReceiver": 1,
-    "AUBDumpCaptureFileName": "/dev/null",
-    "ProductFamilyOverride": "pvc",
-    "CreateMultipleRootDevices": 2,
-}
-INTEGRATED = SIMULATED | {"ProductFamilyOverride": "adlp", "CreateMultipleRootDevices": 1}
-VALIDATED = SIMULATED | {"ZE_ENABLE_VALIDATION_LAYER": 1, "ZE_ENABLE_PARAMETER_VALIDATION": 1}
-
 
 @pytest.fixture(params=["pvc", "adlp", "fake"])
-def script(request, run_with_driver, fake_level_zero):
+def script(request, run_with_driver, simulated, fake_level_zero):
     """Run a script with a driver as Intel's 22.43."""
     if request.param != "fake":
-        environment = SIMULATED if request.param == "pvc" else INTEGRATED
+        count = 2 if request.param == "pvc" else 1  # of integrated devices there is one
+        environment = simulated | {"ProductFamilyOverride": request.param, "CreateMultipleRootDevices": count}
         return lambda script, before="": run_with_driver(script, None, before, **environment)
     environment = {"ZE_ENABLE_ALT_DRIVERS": fake_level_zero, "FAKE_LEVEL_ZERO": "extension=0,devices=2"}
     fake = f"FakeLevelZero({str(fake_level_zero)!r})"
@@ -30,9 +20,9 @@ def script(request, run_with_driver, fake_level_zero):
 
 
 @pytest.fixture
-def pvc(run_with_driver):
+def pvc(run_with_driver, simulated):
     """Run a script with two simulated devices of their own memory, and what else the environment says."""
-    return lambda script, **environment: run_with_driver(script, **(SIMULATED | environment))
+    return lambda script, **environment: run_with_driver(script, **(simulated | environment))
 
 
 def test_devices_are_found_with_their_uuids(pvc):
@@ -252,118 +242,3 @@ def test_pages_that_a_driver_gives_to_another_client_stay_where_they_are(run_wit
         assert pool.trim() == 3 * MIB and pool.stats()["reserved_bytes"] == 0
         client.close()
     """, f"FakeLevelZero({str(fake_level_zero)!r})", CLIENT, **environment)  # fmt: skip
-
-
-# Under the loader's layers
-
-
-def test_the_validation_layer_finds_nothing_wrong_but_the_flag(run_with_driver):
-    run_with_driver("""
-        text = refusal(PinnedPool, "xpu:0")
-        assert "0x7800000c" in text and "turn the layer off" in text and 'register="try"' in text, text
-        pool = PinnedPool("xpu:0", max_bytes=16 * MIB, register="try")
-        array, memory = pool.empty(MIB), mmap(-1, 3 * PAGE)
-        assert pool.stats()["registered_bytes"] == {"xpu:0": MIB} and pool.stats()["unregistered"] is None
-        assert is_registered(array, "xpu:0") and is_registered(array, "xpu:1")  # an import serves all devices
-        with pool.register(memory) as registration:
-            assert registration.unregistered is None and is_registered(memory, "xpu:1")
-        text = refusal(PinnedPool("xpu:1", max_bytes=MIB, register="try").register, (array.ptr + PAGE, PAGE))
-        assert text.startswith("ValueError"), text
-        del array
-        assert pool.trim() == MIB and pool.stats()["registered_bytes"] == {}
-    """, **VALIDATED)  # fmt: skip
-
-
-def test_every_call_that_the_validation_layer_lets_through_is_as_before(run_with_driver, fake_level_zero):
-    layer = {name: 1 for name in VALIDATED if name.startswith("ZE_ENABLE")}
-    run_with_driver("""
-        pool = PinnedPool("xpu:1", max_bytes=16 * MIB)
-        array = pool.empty(MIB)
-        assert driver.copy(1, array.ptr, MIB) == 0
-        with pool.register(memoryview(mmap(-1, 3 * PAGE))[5:]):
-            assert driver.live() == 2
-    """, f"FakeLevelZero({str(fake_level_zero)!r})", ZE_ENABLE_ALT_DRIVERS=fake_level_zero, **layer)  # fmt: skip
-
-
-TRACE = """
-from ctypes import CDLL, CFUNCTYPE, Structure, byref, c_int, c_uint32, c_void_p
-
-class Description(Structure):
-    _fields_ = [("kind", c_uint32), ("next", c_void_p), ("user_data", c_void_p)]
-
-CALLS = "ContextCreateEx", "ContextDestroy", "MemAllocHost", "MemFree"
-SEEN, KEPT = {name: [] for name in CALLS}, []
-
-def trace():
-    "Notes each call's answer from now on."
-    loader, tracer, callback = CDLL("libze_loader.so.1"), c_void_p(), CFUNCTYPE(
-        None, c_void_p, c_uint32, c_void_p, c_void_p)
-    assert loader.zelTracerCreate(byref(Description(1)), byref(tracer)) == 0
-    for name in CALLS:
-        note = callback(lambda _arguments, answer, _user, _instance, name=name: SEEN[name].append(answer))
-        KEPT.append(note)
-        assert getattr(loader, f"zelTracer{name}RegisterCallback")(tracer, c_int(1), note) == 0
-    assert loader.zelTracerSetEnabled(tracer, c_int(1)) == 0
-"""
-
-
-def test_calls_balance_under_the_tracing_layer(run_with_driver):
-    run_with_driver("""
-        assert len(find()) == 2
-        trace()
-        pools = [PinnedPool(name, max_bytes=16 * MIB) for name in ("xpu:0", "xpu:1", "xpu:0")]
-        arrays = [pool.empty(MIB) for pool in pools for _ in range(2)]
-        for pool in pools:
-            pool.register(mmap(-1, PAGE)).close()
-        count = len(SEEN["MemAllocHost"])
-        assert count == 2 + 6 + 3  # a page to test each device, regions, ranges of ours
-        assert len(SEEN["ContextCreateEx"]) == 2 and SEEN["ContextDestroy"] == []
-        del arrays, pool
-        pools.clear()
-        gc.collect()
-        assert SEEN["MemAllocHost"] == SEEN["MemFree"] == [0] * count
-        assert SEEN["ContextCreateEx"] == SEEN["ContextDestroy"] == [0, 0]
-    """, before=TRACE, ZE_ENABLE_TRACING_LAYER=1, **SIMULATED)  # fmt: skip
-
-
-# Two drivers in one process
-
-
-@pytest.mark.parametrize("fake_first", [True, False])
-def test_of_two_drivers_the_right_one_is_chosen(run_with_driver, fake_level_zero, fake_first):
-    drivers = [fake_level_zero, INTEL] if fake_first else [INTEL, fake_level_zero]
-    environment = SIMULATED | {"ZE_ENABLE_ALT_DRIVERS": ",".join(map(str, drivers))}
-    run_with_driver(f"""
-        found = find()
-        ours = [device for device in found if "Fake" in device["description"]]
-        intels = [device for device in found if "Intel" in device["description"]]
-        assert found == (ours + intels if {fake_first} else intels + ours) and len(ours) == len(intels) == 2
-        assert ours[0]["method"] != intels[0]["method"]
-        assert _pinpool.ordinal_of("xpu", None, driver.uuid(1)) == ours[1]["ordinal"]
-        pools = {{device["name"]: PinnedPool(device["name"], max_bytes=4 * MIB) for device in ours + intels}}
-        arrays = {{name: pool.empty(MIB) for name, pool in pools.items()}}
-        assert driver.live() == 2 and driver.live_bytes() == 2 * MIB
-        for name, array in arrays.items():
-            assert [is_registered(array, other) for other in pools] == [other == name for other in pools]
-        assert [driver.copy(place, arrays[device["name"]].ptr, MIB) for place, device in enumerate(ours)] == [0, 0]
-        uuids = [bytes.fromhex(device["uuid"]) for device in (intels[1], ours[1])]
-        pretend_torch(("xpu", 1), uuids)  # torch's numbers are others
-        pool = PinnedPool(max_bytes=MIB)
-        array = pool.empty(PAGE)
-        assert driver.copy(1, array.ptr, PAGE) == 0 and driver.live() == 3
-        assert list(pool.stats()["registered_bytes"]) == [ours[1]["name"]]
-    """, f"FakeLevelZero({str(fake_level_zero)!r})", **environment)  # fmt: skip
-
-
-@pytest.mark.parametrize("fake_first", [True, False])
-def test_an_import_reaches_the_driver_itself_behind_the_loaders_handles(run_with_driver, fake_level_zero, fake_first):
-    drivers = [fake_level_zero, INTEL] if fake_first else [INTEL, fake_level_zero]
-    settings = {"ZE_ENABLE_ALT_DRIVERS": ",".join(map(str, drivers)), "FAKE_LEVEL_ZERO": "extension=0,host_pointer=0"}
-    run_with_driver("""
-        name = next(device["name"] for device in find() if "Fake" in device["description"])
-        pool = PinnedPool(name, max_bytes=4 * MIB, register="try")
-        array = pool.empty(MIB)
-        assert driver.calls("zexDriverImportExternalPointer") == 1 and pool.stats()["unregistered"] is None
-        served = [device["description"] for device in find() if is_registered(array, device["name"])]
-        assert served == ["Fake Level Zero device 0", "Fake Level Zero device 1"]
-    """, f"FakeLevelZero({str(fake_level_zero)!r})", **(SIMULATED | settings))  # fmt: skip

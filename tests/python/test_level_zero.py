@@ -70,6 +70,13 @@ def test_a_driver_that_does_not_start_is_told_with_its_answer(script):
     """, "zeInit=0x78000001")  # fmt: skip
 
 
+def test_a_driver_that_is_there_and_broken_is_no_reason_to_go_on_without(script):
+    script("""
+        text = refusal(PinnedPool)
+        assert "DriverUnavailableError" in text and "ZE_RESULT_ERROR_DEPENDENCY_UNAVAILABLE, 0x70020000" in text, text
+    """, "zeInit=0x70020000")  # fmt: skip
+
+
 # One device a pool
 
 

@@ -6,6 +6,7 @@
 
 use std::ffi::c_void;
 use std::ptr::null_mut;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::sys::{self, Code, Description, ExternalMemory, Functions, Handle, Import};
 use super::{Gpu, TITLE, check, failure};
@@ -33,6 +34,7 @@ pub(super) struct XpuDevice {
     way: Way,
     sizes: Sizes,
     /// The process that the context belongs to.
+    keeps_context: AtomicBool,
     fork_generation: u64,
 }
 
@@ -56,7 +58,16 @@ impl XpuDevice {
             unsafe { (functions.create_context)(gpu.driver, &raw const wanted, 1, &raw mut device, &raw mut context) };
         check("zeContextCreateEx", 0, Some(gpu.found.id), code)?;
         let sizes = Sizes { largest, usual: USUAL.min(largest) };
-        Ok(Self { functions, context, id: gpu.found.id, served, way, sizes, fork_generation: os::fork_generation() })
+        Ok(Self {
+            functions,
+            context,
+            id: gpu.found.id,
+            served,
+            way,
+            sizes,
+            keeps_context: AtomicBool::new(false),
+            fork_generation: os::fork_generation(),
+        })
     }
 
     /// Registers a page of ours, where only trying shows whether the driver can.
@@ -70,7 +81,13 @@ impl XpuDevice {
         let request = Request { address, len, read_only: false };
         let registered = self.register(&request);
         let may_unmap = match &registered {
-            Ok(()) => self.unregister(&request)? == Ending::Done,
+            Ok(()) => match self.unregister(&request) {
+                Ok(ending) => ending == Ending::Done,
+                Err(error) => {
+                    self.keep_context();
+                    return Err(error);
+                }
+            },
             Err(_) => true,
         };
         if may_unmap {
@@ -306,9 +323,16 @@ impl Device for XpuDevice {
     }
 }
 
+impl XpuDevice {
+    /// From now on the context stays: it has memory that the driver would not take back.
+    fn keep_context(&self) {
+        self.keeps_context.store(true, Ordering::Relaxed);
+    }
+}
+
 impl Drop for XpuDevice {
     fn drop(&mut self) {
-        if self.expect_driver().is_ok() {
+        if !self.keeps_context.load(Ordering::Relaxed) && self.expect_driver().is_ok() {
             // SAFETY: made in `open`, and whoever registered with it is gone.
             unsafe { (self.functions.destroy_context)(self.context) };
         }
