@@ -211,18 +211,25 @@ def test_memory_larger_than_the_device_allows_is_registered_in_pieces(script):
 
 def test_a_forked_child_leaves_the_driver_alone(script):
     script("""
-        pool = PinnedPool("xpu:0", max_bytes=MIB)
-        array, memory = pool.empty(PAGE), mmap(-1, PAGE)
-        registration = pool.register(memory)
+        def make():
+            pool = PinnedPool("xpu:0", max_bytes=4 * MIB)
+            array, memory = pool.empty(MIB), mmap(-1, PAGE)
+            return {"array": array, "registration": pool.register(memory), "memory": memory, "pool": pool}
+        held = make()
+        address = held["array"].ptr
         def child():
-            assert "PinpoolError" in refusal(pool.empty, 1)
+            assert "PinpoolError" in refusal(held["pool"].empty, 1)
             assert "forked after it was initialized" in refusal(find)
             assert "forked" in refusal(PinnedPool, "xpu:0")
             PinnedPool("host", max_bytes=MIB).empty(1)
+            held["registration"].close()
+            while held:
+                held.popitem()
+            gc.collect()
             assert driver.wrong() == 0  # calls, in a child
         in_child(child)
-        assert driver.copy(0, array.ptr, PAGE) == 0
-        registration.close()
+        assert driver.live() == 2 and driver.copy(0, address, MIB) == 0
+        held["registration"].close()
     """)
 
 

@@ -47,6 +47,20 @@ def test_memory_at_another_address_is_refused_and_freed(script, settings):
     """, settings)  # fmt: skip
 
 
+def test_memory_that_the_driver_does_not_know_after_all_is_refused_and_freed(script):
+    script("""
+        pool = PinnedPool("xpu:0", max_bytes=4 * MIB)
+        driver.fail("zeMemGetAllocProperties", 4, 0x78000004)  # three ask before, one after
+        text = refusal(pool.empty, MIB)
+        assert "succeeded, but then the driver did not know the range" in text, text
+        assert driver.live() == 0 and pool.stats()["reserved_bytes"] == status("VmLck") == 0
+        driver.fail("zeMemGetAllocProperties", 4, 0x78000004)
+        driver.fail("zeMemFree", 1, 0x78000004)
+        array = pool.empty(MIB)  # what it neither knows nor frees may be mapped: it counts as registered
+        assert is_registered(array, "xpu:0") and driver.live() == 1
+    """)
+
+
 def test_importing_is_the_last_resort_and_must_be_let_pass(script):
     script("""
         assert 'register="try"' in refusal(PinnedPool, "xpu:0")

@@ -14,6 +14,7 @@ use crate::driver::load::unavailable;
 use crate::driver::{Device, DeviceId, Ending, Method, Request, Sizes};
 use crate::error::{Error, Result};
 use crate::os;
+use crate::region::count_leaked;
 
 /// Freed memory of more than 256 MiB is kept by no driver, and losing a refused piece of this size costs little.
 const USUAL: usize = 1 << 30;
@@ -85,6 +86,7 @@ impl XpuDevice {
                 Ok(ending) => ending == Ending::Done,
                 Err(error) => {
                     self.keep_context();
+                    count_leaked(len);
                     return Err(error);
                 }
             },
@@ -93,6 +95,8 @@ impl XpuDevice {
         if may_unmap {
             // SAFETY: the page is ours, and the driver does not know it. One that lingers stays mapped for good.
             let _ = unsafe { os::unmap(address, len) };
+        } else {
+            count_leaked(len);
         }
         registered.map_err(|error| {
             let why = format!(
