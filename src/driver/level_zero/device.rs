@@ -95,8 +95,6 @@ impl XpuDevice {
         if may_unmap {
             // SAFETY: the page is ours, and the driver does not know it. One that lingers stays mapped for good.
             let _ = unsafe { os::unmap(address, len) };
-        } else {
-            count_leaked(len);
         }
         registered.map_err(|error| {
             let why = format!(
