@@ -301,15 +301,14 @@ fn arrive(
     registering: &Registering<'_>,
     progress: &mut Progress<'_>,
 ) -> std::result::Result<Known, NotPinned> {
+    let _guard = AbortOnPanic(key);
     let (page, len) = (os::page_size(), range.end - range.start);
     let pages = range.start / page * page..range.end.next_multiple_of(page);
     if let Err(refusal) = lock_in_steps(&pages, progress) {
         abort(key); // a refused mlock may have locked a part
         return Err(refusal.into());
     }
-    let read_only = !registering.devices.is_empty() && limits::is_read_only(range);
-    let request = Request { address: range.start, len, read_only };
-    match Registrations::make(registering.devices, &request, Cut::Pieces, progress) {
+    match register(range, registering, progress) {
         Ok(registrations) => Ok((publish(key, registrations), None)),
         Err(Refused { error, stuck: None }) if registering.required => {
             abort(key);
@@ -319,6 +318,38 @@ fn arrive(
         Err(Refused { error, stuck: Some(registrations) }) => {
             abandon(len, publish(key, *registrations));
             Err(NotPinned { error, stuck: true })
+        }
+    }
+}
+
+/// Registers a range of the caller's memory. Whether it is mapped read-only takes long to find out, so it is found out
+/// only where a driver refuses it as such, or would not.
+fn register(
+    range: &Range<usize>,
+    registering: &Registering<'_>,
+    progress: &mut Progress<'_>,
+) -> std::result::Result<Registrations, Refused> {
+    let refusals: Vec<_> = registering.devices.iter().map(|device| device.refusal_of_read_only()).collect();
+    let read_only = refusals.contains(&None) && limits::is_read_only(range);
+    let request = Request { address: range.start, len: range.end - range.start, read_only };
+    match Registrations::make(registering.devices, &request, Cut::Pieces, progress) {
+        Err(Refused { error: Error::Driver { code, .. }, stuck: None })
+            if !read_only && refusals.contains(&Some(code)) && limits::is_read_only(range) =>
+        {
+            let request = Request { read_only: true, ..request };
+            Registrations::make(registering.devices, &request, Cut::Pieces, progress)
+        }
+        made => made,
+    }
+}
+
+/// Forgets an arriving entry when the caller's progress callback panics.
+struct AbortOnPanic(Key);
+
+impl Drop for AbortOnPanic {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            abort(self.0);
         }
     }
 }

@@ -113,6 +113,11 @@ pub trait Device: Send + Sync + fmt::Debug {
     fn sizes(&self) -> Sizes;
     /// What addresses and lengths must be multiples of.
     fn alignment(&self) -> usize;
+    /// The code that refuses memory which cannot be written, when the request does not say so. `None`: such memory is
+    /// taken for writable, so the request must always say.
+    fn refusal_of_read_only(&self) -> Option<i64> {
+        None
+    }
     /// Whether a refusal may be one of the size, so that a smaller piece is worth a try.
     fn is_too_large(&self, refusal: &Error) -> bool;
     /// Whether a range that is registered here serves that device, too.

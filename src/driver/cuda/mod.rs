@@ -208,6 +208,10 @@ impl Device for CudaDevice {
         1 // the driver keeps byte ranges, and locks the pages that they touch
     }
 
+    fn refusal_of_read_only(&self) -> Option<i64> {
+        Some(i64::from(sys::INVALID_VALUE))
+    }
+
     fn is_too_large(&self, refusal: &Error) -> bool {
         matches!(refusal, Error::Driver { code, .. } if *code == i64::from(sys::OUT_OF_MEMORY))
     }
