@@ -1,4 +1,5 @@
 //! `PinnedArray`: a block with a shape, exported through DLPack and the buffer protocol.
+#![allow(clippy::doc_markdown)] // Python shows these comments
 #![allow(unsafe_code)] // fills the C structs of both
 
 use std::ffi::{CStr, c_int, c_void};
@@ -52,9 +53,9 @@ impl PinnedArray {
 
 #[pymethods]
 impl PinnedArray {
-    /// Exports the memory as a DLPack capsule: the versioned form where `max_version` is (1, 0) or later.
+    /// Export the memory as a DLPack capsule: the versioned form where `max_version` is (1, 0) or later.
     ///
-    /// The device is always the CPU, (1, 0), and the memory is shared: `copy=True` is a BufferError.
+    /// The device is the CPU, (1, 0), and the memory is shared. BufferError: another device, a stream, or a copy.
     #[pyo3(signature = (*, stream=None, max_version=None, dl_device=None, copy=None))]
     fn __dlpack__<'py>(
         &self,
@@ -88,13 +89,13 @@ impl PinnedArray {
         }
     }
 
-    /// The DLPack device: the CPU, (1, 0).
+    /// Tell the DLPack device: the CPU, (1, 0).
     #[allow(clippy::unused_self)] // the protocol asks the object
     fn __dlpack_device__(&self) -> (i32, i32) {
         (dlpack::CPU.kind, dlpack::CPU.ordinal)
     }
 
-    /// The memory as a numpy array, shared unless `copy` or another dtype is asked for.
+    /// Share the memory as a numpy array. TypeError for element types that numpy lacks (see ml_dtypes).
     #[pyo3(signature = (dtype=None, *, copy=None))]
     fn __array__<'py>(
         slf: &Bound<'py, Self>,
@@ -188,8 +189,9 @@ impl PinnedArray {
         Ok(Self { block, shape: Box::new([self.nbytes as i64]), element: &ELEMENT_TYPES[0], nbytes: self.nbytes })
     }
 
-    /// Lets go of the memory now. It returns to the pool with the last tensor or view made from it. A second call
-    /// does nothing.
+    /// Let go of the memory now. It returns to the pool with the last tensor or view made from it.
+    ///
+    /// A second call does nothing.
     fn release(&self) {
         let block = self.slot().take();
         drop(block); // after the lock

@@ -1,4 +1,5 @@
 //! Devices: what callers call them, and what the drivers say of them.
+#![allow(clippy::doc_markdown)] // Python shows these comments
 
 use std::sync::Arc;
 
@@ -26,7 +27,7 @@ pub(super) fn open(devices: &Bound<'_, PyAny>, import: bool) -> PyResult<Vec<Arc
     Ok(py.detach(|| names.iter().map(open).collect::<crate::Result<_>>())?)
 }
 
-/// Lists the devices of one kind: dicts of name, ordinal, uuid, description, method (or None) and reason (or None).
+/// List the devices of a kind: name, ordinal, uuid, description, method (or None) and reason (or None).
 #[pyfunction]
 pub(crate) fn find_devices<'py>(
     py: Python<'py>,
@@ -48,13 +49,13 @@ fn describe<'py>(py: Python<'py>, device: &Found) -> PyResult<Bound<'py, PyDict>
     Ok(dict)
 }
 
-/// The ordinal of the device of this kind that the calling thread works on, where its driver knows.
+/// Tell the ordinal of the device that the calling thread works on, where its driver knows such a thing.
 #[pyfunction]
 pub(crate) fn current_device(py: Python<'_>, kind: &str, library: Option<&str>) -> PyResult<Option<u32>> {
     Ok(py.detach(|| vendor(kind)?.current(library))?)
 }
 
-/// The ordinal of the one device of this kind with this UUID.
+/// Tell the ordinal of the one device of a kind with this UUID. DriverUnavailableError: none, or several.
 #[pyfunction]
 pub(crate) fn ordinal_of(py: Python<'_>, kind: &str, library: Option<&str>, uuid: [u8; 16]) -> PyResult<u32> {
     Ok(py.detach(|| vendor(kind)?.ordinal_of(library, &uuid))?)

@@ -5,7 +5,15 @@ use pyo3::types::PyDict;
 
 use crate::doctor::{Finding, Section, examine};
 
-/// Examines the machine, this process and the drivers. The stub documents the keys.
+/// Examine what stands in the way of a large pin: limits, memory, pages, drivers. Makes no context on a device.
+///
+/// The libraries are loaded instead of the usual ones. A dict with the keys `verdict` (0: all is fine, 1: pinning
+/// works, with warnings, 2: nothing can be pinned) and `sections`: dicts with `title` and `findings`, which are dicts
+/// with `topic`, `fact`, `severity` ("ok", "warning", "failure") and `remedy` (or None).
+///
+/// >>> from pinpool._pinpool import doctor
+/// >>> [section["title"] for section in doctor(None, None)["sections"]]
+/// ['system', 'limits', 'pages', 'NUMA', 'trial', 'CUDA', 'Level Zero']
 #[pyfunction]
 pub(crate) fn doctor<'py>(
     py: Python<'py>,

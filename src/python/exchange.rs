@@ -2,6 +2,7 @@
 //!
 //! The framework's tensor type carries a table of functions in a capsule (DLPack 1.3; torch from 2.10 on). The edge
 //! passes the types in: nothing here knows a framework's name.
+#![allow(clippy::doc_markdown)] // Python shows these comments
 #![allow(unsafe_code)] // calls through the framework's table
 
 use std::ffi::{CStr, c_int, c_void};
@@ -47,7 +48,7 @@ unsafe impl Sync for ExchangeApi {}
 
 static API: PyOnceLock<ExchangeApi> = PyOnceLock::new();
 
-/// Uses the exchange API of these tensor types, all of which share the first one's. False: it has none that fits.
+/// Use the DLPack exchange API of these tensor types, which share the first one's. False: it has none that fits.
 #[pyfunction]
 pub(crate) fn use_exchange_api(py: Python<'_>, types: Vec<Bound<'_, PyType>>) -> bool {
     let Some(Ok(capsule)) = types.first().map(|class| class.getattr("__dlpack_c_exchange_api__")) else {
@@ -63,7 +64,14 @@ pub(crate) fn use_exchange_api(py: Python<'_>, types: Vec<Bound<'_, PyType>>) ->
     std::ptr::eq(used.table, table) // the first framework's stays
 }
 
-/// Makes a tensor in pool memory; the same as `from_dlpack(pool.empty(...))`, in one call.
+/// Make an uninitialized tensor in pool memory.
+///
+/// The memory goes back to the pool with the last tensor that shares it. `shape` is in elements, `timeout` in seconds;
+/// both, and the errors, are those of `PinnedPool.empty`.
+///
+/// >>> import torch, pinpool, pinpool.torch
+/// >>> pinpool.torch.empty(pinpool.PinnedPool(), (2, 3), torch.bfloat16).shape
+/// torch.Size([2, 3])
 #[pyfunction]
 #[pyo3(
     signature = (pool, shape, dtype, *, timeout=Some(0.0)),

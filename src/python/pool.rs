@@ -1,4 +1,5 @@
 //! `PinnedPool`.
+#![allow(clippy::doc_markdown, clippy::doc_link_with_quotes)] // Python shows these comments
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -18,6 +19,25 @@ use crate::pool::{Pool, PoolOptions};
 use crate::region::{Pages, RegionOptions};
 
 /// A pool of pinned host memory: exact sizes, instant reuse, a hard budget.
+///
+/// `devices`: what the memory is registered with. "auto": the one device that this process works on (torch's current
+/// accelerator; else the device of this thread's CUDA context; else the one of LOCAL_RANK, or the first), or none where
+/// there is none. None or "host": it is only locked. Or "cuda:0", "xpu:1", an object with `.type` and `.index`, or a
+/// list. CUDA registrations serve every CUDA device; Level Zero maps memory for one device only.
+/// `register`: "require" (a device that refuses is an error), "try" (go on with locked memory, and say why in
+/// `stats()["unregistered"]`) or "off".
+/// `max_bytes`: the most the pool ever holds; unset, 90 % of the memory that the machine and the control group have
+/// left, or what RLIMIT_MEMLOCK leaves, whichever is less. `pages`: "auto" (transparent huge pages where they come
+/// cheap), "4k", "thp", "2m" or "1g"; a kind that cannot be had is an error. `numa`: the node that all memory lies on.
+/// `threads`: how many prefault, by default one a core.
+///
+/// Threads may share a pool. In a forked child, a pool of the parent refuses every request. Also a context manager.
+///
+/// >>> from pinpool import PinnedPool
+/// >>> with PinnedPool(max_bytes=1 << 20) as pool:
+/// ...     array = pool.zeros((2, 3), "float32")
+/// ...     bytes(array) == bytes(24), pool.is_pinned(array)
+/// (True, True)
 #[pyclass(frozen, weakref, module = "pinpool")]
 #[derive(Debug)]
 pub(crate) struct PinnedPool {
@@ -70,7 +90,18 @@ impl PinnedPool {
         Ok(Self { pool, unregistered })
     }
 
-    /// Takes an array that holds whatever its memory held before.
+    /// Take an array that holds whatever its memory held before.
+    ///
+    /// `shape`: lengths in elements. `dtype`: a name ("bfloat16"), a numpy or a torch dtype; by default uint8.
+    /// `timeout`: seconds to wait for memory to come back when the budget is used up; 0: fail at once, None: wait.
+    ///
+    /// ValueError: bad shape or dtype, or the pool is closed. OutOfPinnedMemoryError, MemlockLimitError: over the
+    /// budget. PinpoolError: the pool is of the parent process, or its page kind cannot be had. OSError: the system
+    /// refused.
+    ///
+    /// >>> from pinpool import PinnedPool
+    /// >>> PinnedPool().empty((3, 5), "bfloat16").nbytes
+    /// 30
     #[pyo3(
         signature = (shape, dtype=None, *, timeout=Some(0.0)),
         text_signature = "($self, shape, dtype=None, *, timeout=0.0)"
@@ -85,7 +116,11 @@ impl PinnedPool {
         self.array(py, Layout::new(shape, dtype)?, timeout)
     }
 
-    /// Takes an array and fills it with zeros.
+    /// Take an array and fill it with zeros. Otherwise as `empty`.
+    ///
+    /// >>> from pinpool import PinnedPool
+    /// >>> bytes(PinnedPool().zeros(4)) == bytes(4)
+    /// True
     #[pyo3(
         signature = (shape, dtype=None, *, timeout=Some(0.0)),
         text_signature = "($self, shape, dtype=None, *, timeout=0.0)"
@@ -103,30 +138,63 @@ impl PinnedPool {
         Ok(PinnedArray::new(block, layout))
     }
 
-    /// Takes an array of the shape and dtype of a tensor or an array.
+    /// Take an array of the `shape` and `dtype` of a tensor or an array. Otherwise as `empty`.
+    ///
+    /// >>> from pinpool import PinnedPool
+    /// >>> pool = PinnedPool()
+    /// >>> pool.empty_like(pool.empty((2, 2), "int16")).shape
+    /// (2, 2)
     #[pyo3(signature = (obj, *, timeout=Some(0.0)), text_signature = "($self, obj, *, timeout=0.0)")]
     fn empty_like(&self, py: Python<'_>, obj: &Bound<'_, PyAny>, timeout: Option<f64>) -> PyResult<PinnedArray> {
         self.array(py, Layout::like(obj)?, timeout)
     }
 
-    /// Pins memory that its caller owns, in place, and registers it with the pool's devices.
+    /// Pin memory that its caller owns, in place, and register it with the pool's devices.
+    ///
+    /// `obj`: a torch tensor, a numpy array, anything on the CPU with the buffer protocol or DLPack, or an
+    /// `(address, nbytes)` pair. The very same range may be registered again, and stays pinned until every
+    /// registration of it is closed. Read-only memory is fine.
+    ///
+    /// TypeError: no dense host memory. ValueError: overlaps another pinned range, or has no bytes.
+    /// MemlockLimitError, OSError: the system refused.
+    ///
+    /// >>> from pinpool import PinnedPool
+    /// >>> pool = PinnedPool()
+    /// >>> buffer = bytearray(10_000)
+    /// >>> with pool.register(buffer):
+    /// ...     pool.is_pinned(memoryview(buffer)[100:200])
+    /// True
     fn register(&self, py: Python<'_>, obj: &Bound<'_, PyAny>) -> PyResult<Registration> {
         Registration::new(py, obj, &self.pool.options().registering())
     }
 
-    /// Whether all bytes of an object are registered with a device, by whatever pool or registration.
+    /// Tell whether all bytes of an object are registered with a device. See `pinpool.is_registered`.
     #[allow(clippy::unused_self)] // there is one truth a process
     fn is_registered(&self, obj: &Bound<'_, PyAny>, device: &Bound<'_, PyAny>) -> PyResult<bool> {
         is_registered(obj, device)
     }
 
-    /// Whether all bytes of an object are pinned, by whatever pool or registration.
+    /// Tell whether all bytes of an object are pinned, by whatever pool or registration of this process.
+    ///
+    /// >>> from pinpool import PinnedPool
+    /// >>> pool = PinnedPool()
+    /// >>> pool.is_pinned(pool.empty(100)), pool.is_pinned(bytes(100))
+    /// (True, False)
     #[allow(clippy::unused_self)] // there is one truth a process
     fn is_pinned(&self, obj: &Bound<'_, PyAny>) -> PyResult<bool> {
         is_pinned(obj)
     }
 
-    /// Grows the pool by `nbytes` ahead of use.
+    /// Grow the pool by `nbytes` ahead of use, all or nothing.
+    ///
+    /// `progress`: a callable of (bytes done, bytes in all), or True for a tqdm bar when tqdm is installed. Ctrl-C and
+    /// an exception of the callable end it and undo everything. Errors as of `empty`.
+    ///
+    /// >>> from pinpool import PinnedPool
+    /// >>> pool = PinnedPool()
+    /// >>> pool.reserve(8 << 20)
+    /// >>> pool.stats()["cached_bytes"] == 8 << 20
+    /// True
     #[pyo3(signature = (nbytes, *, progress=None))]
     fn reserve(&self, py: Python<'_>, nbytes: &Bound<'_, PyAny>, progress: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
         let nbytes = byte_count(nbytes, "nbytes")?;
@@ -138,12 +206,29 @@ impl PinnedPool {
         detached(py, report, |progress| self.pool.reserve(nbytes, progress))
     }
 
-    /// Gives all idle memory back to the system, and answers how many bytes that were.
+    /// Give all idle memory back to the system, and return how many bytes that were.
+    ///
+    /// OSError where the system refuses some; the rest is given back all the same.
+    ///
+    /// >>> from pinpool import PinnedPool
+    /// >>> pool = PinnedPool()
+    /// >>> del (_ := [pool.empty(5 << 20)])[:]
+    /// >>> pool.trim() == 5 << 20
+    /// True
     fn trim(&self, py: Python<'_>) -> PyResult<usize> {
         Ok(py.detach(|| self.pool.trim())?)
     }
 
-    /// What the pool holds now.
+    /// Tell what the pool holds now, in bytes and counts.
+    ///
+    /// Reserved is allocated + cached + pending + leaked; reserved / requested is the waste. `os_calls` counts the
+    /// memory system calls that pinpool has made in this process.
+    ///
+    /// >>> from pinpool import PinnedPool
+    /// >>> pool = PinnedPool()
+    /// >>> array = pool.empty(5000)
+    /// >>> (pool.stats()["requested_bytes"], pool.stats()["blocks"])
+    /// (5000, 1)
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let stats = py.detach(|| self.pool.stats())?;
         let numbers = [
@@ -171,7 +256,13 @@ impl PinnedPool {
         Ok(dict)
     }
 
-    /// Refuses further requests and gives idle memory back; live arrays stay valid. A second call does nothing.
+    /// Refuse further requests and give idle memory back. Live arrays stay valid. A second call does nothing.
+    ///
+    /// >>> from pinpool import PinnedPool
+    /// >>> pool = PinnedPool()
+    /// >>> pool.close()
+    /// >>> pool.closed
+    /// True
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         Ok(py.detach(|| self.pool.close())?)
     }
@@ -288,7 +379,7 @@ impl Drop for PinnedPool {
     }
 }
 
-/// Unlocks the pool block that holds an object now; its memory stays valid until the last alias is gone.
+/// Unlock the pool block that holds an object now; its memory stays valid until the last alias is gone.
 ///
 /// False: no pool block, or unlocked before. ValueError for memory that a Registration pins.
 #[pyfunction]

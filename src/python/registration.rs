@@ -1,4 +1,5 @@
 //! `Registration`: memory that its caller owns, pinned in place; and the question whether memory is pinned.
+#![allow(clippy::doc_markdown)] // Python shows these comments
 #![allow(unsafe_code)] // adopts memory that an object keeps alive
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -13,7 +14,9 @@ use crate::driver::engine::Registrations;
 use crate::pinned::Adopted;
 use crate::registry::shared::{is_pinned as range_is_pinned, is_registered as range_is_registered};
 
-/// Memory that its caller owns, pinned in place until `close()`. It keeps the object alive. Also a context manager.
+/// Memory that its caller owns, pinned in place until `close()`. It keeps the object alive.
+///
+/// Also a context manager.
 #[pyclass(frozen, weakref, module = "pinpool")]
 pub(crate) struct Registration {
     address: usize,
@@ -97,7 +100,7 @@ fn drop_forgotten_owners() {
 
 #[pymethods]
 impl Registration {
-    /// Unpins the memory now, and lets go of the object. A second call does nothing.
+    /// Unpin the memory now, and let go of the object. A second call does nothing.
     ///
     /// OSError or DriverError where that is refused: the memory is still pinned then, and `close()` may be called
     /// again.
@@ -186,23 +189,39 @@ impl Drop for Registration {
     }
 }
 
-/// Pins memory that its caller owns, in place. See `PinnedPool.register`.
+/// Pin memory that its caller owns, in place. See `PinnedPool.register`.
+///
+/// >>> import pinpool
+/// >>> registration = pinpool.register(bytearray(5000))
+/// >>> registration.nbytes
+/// 5000
+/// >>> registration.close()
 #[pyfunction]
 pub(crate) fn register(py: Python<'_>, obj: &Bound<'_, PyAny>) -> PyResult<Registration> {
     Registration::new(py, obj, &Registering::NONE)
 }
 
-/// Whether all bytes of a tensor, an array, a buffer or an (address, nbytes) pair lie in one pinned range.
+/// Tell whether all bytes of a tensor, an array, a buffer or an (address, nbytes) pair lie in one pinned range.
 ///
 /// Asks neither a driver nor torch. A strided view is asked about from its first to its last byte. An object without
 /// bytes is not pinned, nor is a tensor that has no host memory.
+///
+/// >>> import pinpool
+/// >>> array = pinpool.PinnedPool().empty(100)
+/// >>> pinpool.is_pinned((array.ptr + 99, 1)), pinpool.is_pinned((array.ptr, 1 << 40))
+/// (True, False)
 #[pyfunction]
 pub(crate) fn is_pinned(obj: &Bound<'_, PyAny>) -> PyResult<bool> {
     Ok(span_of(obj)?.is_some_and(|span| range_is_pinned(span.address, span.len)))
 }
 
-/// Whether all bytes of an object are registered with a device ("cuda:0", "xpu:1", or an object with `.type` and
-/// `.index`), or with one whose registrations serve it. Asks no driver.
+/// Tell whether all bytes of an object are registered with a device, or with one whose registrations serve it.
+///
+/// `device`: "cuda:0", "xpu:1", or an object with `.type` and `.index`. Asks no driver.
+///
+/// >>> import pinpool
+/// >>> pinpool.is_registered(pinpool.PinnedPool("host").empty(100), "cuda:0")
+/// False
 #[pyfunction]
 pub(crate) fn is_registered(obj: &Bound<'_, PyAny>, device: &Bound<'_, PyAny>) -> PyResult<bool> {
     let (kind, ordinal) = devices::name(device)?;

@@ -3,7 +3,9 @@
 import ast
 import doctest
 import importlib
+import inspect
 import re
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -75,3 +77,19 @@ def test_what_is_public_is_documented_in_the_stub(kind):
 
 def test_the_package_says_that_it_is_typed():
     assert (PACKAGE / "py.typed").exists()
+
+
+STUB = {name.partition(".")[2]: text for name, text in docstrings(PACKAGE / "_pinpool.pyi") if "." in name}
+
+
+def test_help_says_what_the_stub_says():
+    silent = [name for name, text in STUB.items() if runtime_doc(name) not in (text, None)]
+    assert silent == []
+
+
+def runtime_doc(name):
+    """What `help` shows; None for what Python documents by itself, and for exceptions, whose text is shorter."""
+    found = attrgetter(name)(pinpool._pinpool)
+    if (isinstance(found, type) and issubclass(found, Exception)) or isinstance(found, type(str.__str__)):
+        return None
+    return inspect.getdoc(found)
