@@ -1,4 +1,5 @@
 //! The doctor's report as Python's own dicts and lists.
+#![allow(clippy::doc_link_with_quotes)] // Python shows these comments
 
 use pyo3::prelude::*;
 use pyo3::types::PyDict;

@@ -11,7 +11,7 @@ use pyo3::types::{PyDict, PyString};
 use super::argument::{Layout, byte_count, integer, timeout as parse_timeout};
 use super::array::PinnedArray;
 use super::extent::{Span, span_of};
-use super::registration::{Registration, is_pinned, is_registered};
+use super::registration::{Registration, drop_forgotten_owners, is_pinned, is_registered};
 use super::{PinpoolError, detached, devices};
 use crate::block::Block;
 use crate::driver::Device;
@@ -216,6 +216,7 @@ impl PinnedPool {
     /// >>> pool.trim() == 5 << 20
     /// True
     fn trim(&self, py: Python<'_>) -> PyResult<usize> {
+        drop_forgotten_owners();
         Ok(py.detach(|| self.pool.trim())?)
     }
 

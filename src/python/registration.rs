@@ -91,7 +91,7 @@ fn lingering_owners() -> MutexGuard<'static, Vec<(Arc<Registrations>, Owner)>> {
 }
 
 /// Drops those that the drivers have forgotten since.
-fn drop_forgotten_owners() {
+pub(super) fn drop_forgotten_owners() {
     let lingering = std::mem::take(&mut *lingering_owners());
     let (forgotten, known): (Vec<_>, Vec<_>) = lingering.into_iter().partition(|(known, _)| known.are_forgotten());
     lingering_owners().extend(known);
