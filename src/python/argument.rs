@@ -1,11 +1,11 @@
 //! Arguments: sizes, shapes, element types and timeouts, each checked before anything is allocated.
 
+use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use pyo3::exceptions::{PyOverflowError, PyValueError};
 use pyo3::prelude::*;
-use pyo3::sync::PyOnceLock;
-use pyo3::types::{PyDict, PyInt, PyString, PyTuple, PyType};
+use pyo3::types::{PyInt, PyString, PyTuple, PyType};
 
 use crate::dlpack::{ELEMENT_TYPES, ElementType, checked_bytes};
 
@@ -71,14 +71,18 @@ pub(super) fn timeout(seconds: Option<f64>) -> PyResult<Option<Duration>> {
 
 /// The element type that a name, a numpy dtype or a torch dtype stands for.
 fn element_type(dtype: &Bound<'_, PyAny>) -> PyResult<&'static ElementType> {
-    static SEEN: PyOnceLock<Py<PyDict>> = PyOnceLock::new();
-    let seen = SEEN.get_or_init(dtype.py(), || PyDict::new(dtype.py()).unbind()).bind(dtype.py());
-    if let Ok(Some(index)) = seen.get_item(dtype) {
-        return Ok(&ELEMENT_TYPES[index.extract::<usize>()?]);
+    /// Dtypes that were seen before, kept alive so that their addresses name them. Most are singletons of their package.
+    static SEEN: Mutex<Vec<(Py<PyAny>, &ElementType)>> = Mutex::new(Vec::new());
+    const MOST: usize = 64;
+    let seen = || SEEN.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some((_, element)) = seen().iter().find(|(known, _)| known.is(dtype)) {
+        return Ok(element);
     }
     let element = ElementType::from_name(&name_of(dtype)?)?;
-    let index = ELEMENT_TYPES.iter().position(|known| std::ptr::eq(known, element));
-    seen.set_item(dtype, index)?;
+    let mut seen = seen();
+    if seen.len() < MOST {
+        seen.push((dtype.clone().unbind(), element));
+    }
     Ok(element)
 }
 
