@@ -223,7 +223,8 @@ impl Adopted {
     /// last owner.
     ///
     /// # Safety
-    /// The memory is mapped, and stays so for as long as this value lives.
+    /// The memory is mapped, and stays so for as long as this value lives; after its release until the drivers have
+    /// forgotten it, as [`into_registrations`](Self::into_registrations) tells. Where it is dropped before, for good.
     ///
     /// # Errors
     /// `Overlap` with a pinned range that is not the very same, `Unsupported` where that one is not registered with
@@ -267,9 +268,14 @@ impl Adopted {
         self.refusal.as_ref()
     }
 
-    /// What the drivers know of the range. Only when they have forgotten it may the memory go, even after a release.
+    /// What the drivers know of the range.
     pub fn registrations(&self) -> &Arc<Registrations> {
         &self.registrations
+    }
+
+    /// What the drivers know of a range that was released. Only when they have forgotten it may the memory go.
+    pub fn into_registrations(mut self) -> Arc<Registrations> {
+        std::mem::take(&mut self.registrations)
     }
 
     /// Unregisters the range and unlocks the pages that nobody else has adopted. A second call does nothing.
@@ -288,7 +294,10 @@ impl Adopted {
 
 impl Drop for Adopted {
     fn drop(&mut self) {
-        if self.release().is_err() {
+        if self.fork_generation != os::fork_generation() {
+            return; // it is the parent's
+        }
+        if self.release().is_err() || !self.registrations.are_forgotten() {
             abandon(self.range.end - self.range.start, Arc::clone(&self.registrations));
         }
     }
@@ -364,7 +373,7 @@ fn publish(key: Key, registrations: Registrations) -> Arc<Registrations> {
 }
 
 /// Joins the owners of a range that is pinned already.
-fn share(key: Key, range: &Range<usize>, registering: &Registering<'_>) -> Result<Known> {
+fn share(key: Key, range: &Range<usize>, registering: &Registering<'_>) -> std::result::Result<Known, NotPinned> {
     let note = global().read(|registry| registry.find(range.start).and_then(|found| found.note.cloned()));
     let registrations = note.unwrap_or_default();
     let Some(device) = registering.devices.iter().find(|device| !registrations.serve(device.as_ref())) else {
@@ -375,10 +384,12 @@ fn share(key: Key, range: &Range<usize>, registering: &Registering<'_>) -> Resul
     if !registering.required {
         return Ok((registrations, Some(refusal)));
     }
-    if leave(key, &registrations).is_err() {
-        abandon(range.end - range.start, registrations); // whoever was the last owner left while we looked
+    // Whoever was the last owner may have left while we looked, and left the end to us.
+    let stuck = leave(key, &registrations).map_or(true, |last| last && !registrations.are_forgotten());
+    if stuck {
+        abandon(range.end - range.start, registrations);
     }
-    Err(refusal)
+    Err(NotPinned { error: refusal, stuck })
 }
 
 /// Takes one owner off an adopted range. The last one unregisters and unlocks. False: it was not the last.

@@ -92,6 +92,9 @@ impl Inner {
                     if piece_len > SMALLEST_PIECE && devices.iter().any(|device| device.is_too_large(&refusal)) =>
                 {
                     piece = (piece_len / 2).next_multiple_of(self.options.region.pages.granularity());
+                    if piece >= piece_len {
+                        return Err(refusal); // one huge page, and there is no smaller piece
+                    }
                 }
                 Err(refusal) => return Err(refusal),
             }

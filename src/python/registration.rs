@@ -66,7 +66,7 @@ impl Registration {
         let mut adopted = self.adopted.lock().unwrap_or_else(PoisonError::into_inner);
         let Some(held) = adopted.as_mut() else { return Ok(None) };
         held.release()?;
-        Ok(adopted.take().map(|released| Arc::clone(released.registrations())))
+        Ok(adopted.take().map(Adopted::into_registrations))
     }
 
     fn take_owner(&self) -> Option<Owner> {
@@ -75,7 +75,8 @@ impl Registration {
 
     /// Lets go of the object, once no driver knows its memory any more.
     fn let_go(&self, registrations: Option<Arc<Registrations>>) {
-        let (owner, Some(registrations)) = (self.take_owner(), registrations) else { return };
+        let Some(registrations) = registrations else { return }; // another thread's close sees to the owner
+        let owner = self.take_owner();
         if registrations.are_forgotten() {
             drop(owner);
         } else {

@@ -46,11 +46,11 @@ macro_rules! functions {
         impl Functions {
             /// Loads the library and looks the functions up; where a symbol is missing, its older name is tried.
             pub(super) fn load(path: &str) -> Result<Self> {
-                let library = load::library("CUDA", path)?;
+                let library = ManuallyDrop::new(load::library("CUDA", path)?);
                 Ok(Self {
                     // SAFETY: the signatures are those of cuda.h, and the pointers live as long as `_library`.
                     $($field: unsafe { load::symbol("CUDA", &library, &[$symbol $(, $older)?])? },)*
-                    _library: ManuallyDrop::new(library),
+                    _library: library,
                 })
             }
         }
