@@ -1,8 +1,6 @@
 """The doctor: what it tells, the two ways in which it tells it, and its exit codes."""
 
 import json
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -10,8 +8,6 @@ import pytest
 from pinpool import _doctor, cli
 from pinpool._doctor import Finding, Report, Section
 from pinpool._pinpool import doctor
-
-FAKE_CUDA = Path(__file__).parents[1] / "drivers" / "fake_cuda.rs"
 
 # For a process of its own: the report and the exit code of the command line.
 EXAMINE = """
@@ -239,30 +235,19 @@ def test_a_library_that_is_named_and_missing_is_a_warning(run, variable, title):
     """)
 
 
-@pytest.fixture(scope="module")
-def fake_cuda(tmp_path_factory):
-    """The path of a CUDA driver without devices of its own. See tests/drivers/fake_cuda.rs."""
-    if shutil.which("rustc") is None:
-        pytest.skip("rustc, which builds the fake driver, is not on the PATH")
-    path = tmp_path_factory.mktemp("drivers") / "fake_cuda.so"
-    options = ["--crate-type", "cdylib", "-O", "--edition", "2024", "--cap-lints", "allow"]
-    subprocess.run(["rustc", *options, "-o", path, FAKE_CUDA], check=True)
-    return path
-
-
-def test_devices_are_listed_and_no_context_is_made(run, fake_cuda):
+def test_devices_are_listed_and_no_context_is_made(run, fake_libcuda):
     run(f"""
         import ctypes
-        os.environ.update(PINPOOL_CUDA_LIBRARY="{fake_cuda}", FAKE_CUDA="devices=2,ats@1=1,register_supported@1=0")
+        os.environ.update(PINPOOL_CUDA_LIBRARY="{fake_libcuda}", FAKE_CUDA="devices=2,ats@1=1,register_supported@1=0")
         exec({EXAMINE!r})
         report = examine()
-        assert finding(report, "CUDA", "library")["fact"] == "{fake_cuda} loaded, 2 devices", report
+        assert finding(report, "CUDA", "library")["fact"] == "{fake_libcuda} loaded, 2 devices", report
         first, second = (finding(report, "CUDA", f"cuda:{{ordinal}}") for ordinal in range(2))
         assert first["severity"] == "ok" and "registers by cuMemHostRegister" in first["fact"], first
         assert re.search("UUID [0-9a-f]{{8}}(-[0-9a-f]{{4}}){{3}}-[0-9a-f]{{12}};", first["fact"]), first
         assert second["severity"] == "warning" and "registers no memory" in second["fact"], second
         assert "devices=None" in second["remedy"], second
-        driver = ctypes.CDLL("{fake_cuda}")
+        driver = ctypes.CDLL("{fake_libcuda}")
         driver.fake_contexts_made.restype = driver.fake_wrong.restype = ctypes.c_uint64
         assert [driver.fake_contexts_made(ordinal) for ordinal in range(2)] == [0, 0]
         assert driver.fake_wrong() == 0
@@ -270,9 +255,9 @@ def test_devices_are_listed_and_no_context_is_made(run, fake_cuda):
 
 
 @pytest.mark.parametrize(("code", "part"), [(999, "cuInit answered 999"), (803, "different versions")])
-def test_a_driver_that_does_not_start_is_a_warning(run, fake_cuda, code, part):
+def test_a_driver_that_does_not_start_is_a_warning(run, fake_libcuda, code, part):
     run(f"""
-        os.environ.update(PINPOOL_CUDA_LIBRARY="{fake_cuda}", FAKE_CUDA="init_code={code}")
+        os.environ.update(PINPOOL_CUDA_LIBRARY="{fake_libcuda}", FAKE_CUDA="init_code={code}")
         exec({EXAMINE!r})
         report = examine()
         found = finding(report, "CUDA", "library")
