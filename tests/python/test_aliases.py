@@ -118,7 +118,7 @@ def made_by_the_exchange_api(pool):
 
 
 def made_by_a_capsule(pool):
-    return pinpool.torch._empty_by_capsule(pool, COUNT, torch.float32)
+    return pinpool.torch._tensors._empty_by_capsule(pool, COUNT, torch.float32)
 
 
 def made_by_the_pool(pool):

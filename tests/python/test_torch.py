@@ -27,7 +27,7 @@ DTYPES = [
 
 @pytest.fixture(params=["exchange API", "capsule"])
 def empty(request):
-    return pinpool.torch.empty if request.param == "exchange API" else pinpool.torch._empty_by_capsule
+    return pinpool.torch.empty if request.param == "exchange API" else pinpool.torch._tensors._empty_by_capsule
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.complex32, torch.float4_e2m1fn_x2])

@@ -1,4 +1,4 @@
-"""Pinned memory as torch tensors. The only file, beside the demo, that imports torch."""
+"""Tensors in pool memory, and tensors whose memory is pinned where it is."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from pinpool._pinpool import PinnedPool, Registration
 
 if TYPE_CHECKING:
     from pinpool._types import Shape
-
-__all__ = ["default_pool", "empty", "is_pinned", "pin", "register", "unpin"]
 
 
 def _empty_by_capsule(pool: PinnedPool, shape: Shape, dtype: torch.dtype, *, timeout: float | None = 0) -> torch.Tensor:
