@@ -1,5 +1,6 @@
 //! The one error type: each variant keeps what failed, with its numbers, and its text ends with what helps.
 
+use std::time::Duration;
 use std::{fmt, io};
 
 /// Result of a pinpool call.
@@ -41,6 +42,8 @@ pub enum Error {
         cached: usize,
         /// Waiting for device work.
         pending: usize,
+        /// How long the oldest of that work has been waited for.
+        oldest: Option<Duration>,
         /// Where the budget comes from.
         budget: &'static str,
     },
@@ -93,12 +96,34 @@ pub enum Error {
         /// What is wrong with it.
         reason: String,
     },
+    /// A stream's work goes into a graph, which may be launched at any time: no event tells when it is done for good.
+    Captured {
+        /// The stream.
+        stream: usize,
+    },
+    /// Somebody wrote to a block after its last owner had let it go (found in debug mode).
+    WrittenAfterRelease(Box<Overwritten>),
     /// The pool was closed.
     Closed,
     /// The pool belongs to the process that this one was forked from.
     Forked,
     /// The caller's progress or wait callback asked to stop.
     Interrupted,
+}
+
+/// A block that was written to after its release. It is not handed out again.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Overwritten {
+    /// First byte of the block.
+    pub address: usize,
+    /// Bytes of it.
+    pub len: usize,
+    /// First byte that was written, from the start of the block.
+    pub offset: usize,
+    /// How often the block had been handed out.
+    pub generation: u64,
+    /// Where its last owner took it, where that was noted.
+    pub origin: Option<Box<str>>,
 }
 
 /// Why memory was not pinned, and whether something of it remains.
@@ -152,11 +177,14 @@ impl fmt::Display for Error {
                 Limit(*soft),
                 Limit(*hard)
             ),
-            Self::OutOfPinnedMemory { wanted, limit, allocated, cached, pending, budget } => write!(
-                f,
-                "out of pinned memory: wanted {wanted} bytes, limit {limit} ({budget}), allocated {allocated}, \
-                 cached {cached}, pending {pending}; release arrays, raise max_bytes, or wait with timeout="
-            ),
+            Self::OutOfPinnedMemory { wanted, limit, allocated, cached, pending, oldest, budget } => {
+                let age = oldest.map_or(String::new(), |age| format!(" (device work, the oldest {age:.1?} old)"));
+                write!(
+                    f,
+                    "out of pinned memory: wanted {wanted} bytes, limit {limit} ({budget}), allocated {allocated}, \
+                     cached {cached}, pending {pending}{age}; release arrays, raise max_bytes, or wait with timeout="
+                )
+            }
             Self::Overlap { wanted, existing, adopted } => {
                 let help = if *adopted {
                     "a registration; close that one first, or register the whole buffer once"
@@ -182,6 +210,12 @@ impl fmt::Display for Error {
                 write!(f, " answered {code} ({code_name}): {advice}")
             }
             Self::Invalid { parameter, reason } => write!(f, "invalid {parameter}: {reason}"),
+            Self::Captured { stream } => write!(
+                f,
+                "stream {stream:#x} is being captured into a graph, which may read the memory whenever it is launched: \
+                 the block is never reused; keep its tensor alive as long as the graph"
+            ),
+            Self::WrittenAfterRelease(found) => write!(f, "{found}"),
             Self::Closed => write!(f, "the pool is closed; make a new PinnedPool"),
             Self::Forked => write!(
                 f,
@@ -190,6 +224,19 @@ impl fmt::Display for Error {
             ),
             Self::Interrupted => write!(f, "interrupted; everything was undone"),
         }
+    }
+}
+
+impl fmt::Display for Overwritten {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { address, len, offset, generation, origin } = self;
+        write!(
+            f,
+            "block {address:#x}+{len}, generation {generation}, was written to at byte {offset} after its release; it is \
+             not handed out again. Its last owner took it at {}. A copy whose stream was not recorded, or a pointer that \
+             outlived its tensor, does this",
+            origin.as_deref().unwrap_or("an unknown place")
+        )
     }
 }
 
@@ -227,16 +274,17 @@ mod tests {
     }
 
     #[test]
-    fn budget_text_names_all_five_numbers() {
+    fn budget_text_names_all_numbers() {
         let error = Error::OutOfPinnedMemory {
             wanted: 11,
             limit: 22,
             allocated: 33,
             cached: 44,
             pending: 55,
+            oldest: Some(Duration::from_millis(66_600)),
             budget: "max_bytes",
         };
         let text = error.to_string();
-        assert!(["11", "22", "33", "44", "55"].iter().all(|number| text.contains(number)), "{text}");
+        assert!(["11", "22", "33", "44", "55", "66.6s"].iter().all(|number| text.contains(number)), "{text}");
     }
 }

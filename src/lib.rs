@@ -36,7 +36,7 @@ pub mod region;
 pub mod registry;
 
 pub use block::Block;
-pub use error::{Error, Result};
+pub use error::{Error, Overwritten, Result};
 pub use os::memory_calls;
 pub use pool::{Pool, PoolOptions, Stats};
 pub use region::{Pages, RegionOptions};

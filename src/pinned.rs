@@ -160,6 +160,12 @@ impl Pinned {
         global().change(|registry| registry.restore(range.clone(), key, note))
     }
 
+    /// Leaves a region as it is, mapped and registered, because something may use it that nobody can ask.
+    pub fn keep_for_good(this: Arc<Self>) {
+        count_leaked(this.region().len());
+        std::mem::forget(this);
+    }
+
     /// Gives the memory back to the system.
     ///
     /// # Errors

@@ -185,6 +185,24 @@ impl Region {
         self.pages
     }
 
+    /// Fills a part that nobody uses at this moment.
+    pub(crate) fn fill(&self, range: &Range<usize>, byte: u8) {
+        // SAFETY: mapped, inside, and by the caller's word nobody else's now.
+        unsafe { std::ptr::write_bytes(self.pointer_to(range), byte, range.end - range.start) };
+    }
+
+    /// Where in a part that nobody should use the first other byte is.
+    pub(crate) fn find_other(&self, range: &Range<usize>, byte: u8) -> Option<usize> {
+        // SAFETY: mapped and inside. Whoever writes to it after all is the one to be found out.
+        let bytes = unsafe { std::slice::from_raw_parts(self.pointer_to(range), range.end - range.start) };
+        bytes.iter().position(|&found| found != byte)
+    }
+
+    fn pointer_to(&self, range: &Range<usize>) -> *mut u8 {
+        assert!(self.address <= range.start && range.end <= self.address + self.len, "inside the region");
+        range.start as *mut u8
+    }
+
     /// Unmaps now.
     ///
     /// # Errors

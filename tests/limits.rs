@@ -141,7 +141,7 @@ fn more_than_the_machine_has_is_refused_before_it_is_tried() {
     alone("more_than_the_machine_has_is_refused_before_it_is_tried", || {
         let (pool, calls) = (pool(usize::MAX), pinpool::memory_calls());
         match pool.take(1 << 46) {
-            Err(Error::OutOfPinnedMemory { wanted, limit, allocated: 0, cached: 0, pending: 0, budget }) => {
+            Err(Error::OutOfPinnedMemory { wanted, limit, allocated: 0, cached: 0, pending: 0, budget, .. }) => {
                 assert_eq!(wanted, 1 << 46);
                 assert!(limit < 1 << 46 && (budget.contains("available") || budget.contains("control group")));
             }

@@ -123,7 +123,7 @@ fn the_budget_is_used_to_its_last_page_and_not_beyond() {
         assert_eq!((stats(&pool).reserved_bytes, locked_bytes()), (4 * MIB, 4 * MIB));
         for wanted in [page(), 1, MIB] {
             match pool.take(wanted) {
-                Err(Error::OutOfPinnedMemory { wanted: bytes, limit, allocated, cached, pending, budget }) => {
+                Err(Error::OutOfPinnedMemory { wanted: bytes, limit, allocated, cached, pending, budget, .. }) => {
                     assert_eq!((bytes, limit), (wanted.next_multiple_of(page()), 4 * MIB));
                     assert_eq!((allocated, cached, pending, budget), (4 * MIB, 0, 0, "max_bytes"));
                 }

@@ -1,7 +1,7 @@
 """Page-locked host memory for offload loops: exact sizes, instant reuse, DLPack to torch."""
 
 # Imported here and not at the first call: a fork in the middle of an import leaves its lock taken in the child.
-from pinpool import _devices, _extent  # noqa: F401
+from pinpool import _devices, _extent, _origin  # noqa: F401
 from pinpool._pinpool import (
     DriverError,
     DriverUnavailableError,
@@ -11,9 +11,12 @@ from pinpool._pinpool import (
     PinnedPool,
     PinpoolError,
     Registration,
+    WrittenAfterReleaseError,
     __version__,
+    defer,
     is_pinned,
     is_registered,
+    record_stream,
     register,
 )
 from pinpool._types import Stats
@@ -28,8 +31,11 @@ __all__ = [
     "PinpoolError",
     "Registration",
     "Stats",
+    "WrittenAfterReleaseError",
     "__version__",
+    "defer",
     "is_pinned",
     "is_registered",
+    "record_stream",
     "register",
 ]

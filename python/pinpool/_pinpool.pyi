@@ -9,7 +9,7 @@ import torch
 from typing_extensions import CapsuleType
 
 from pinpool._doctor import Report
-from pinpool._types import Progress, Shape, Stats
+from pinpool._types import Event, LiveBlock, Progress, Shape, Stats
 
 __version__: str
 
@@ -47,6 +47,16 @@ class OutOfPinnedMemoryError(PinpoolError):
     allocated: int
     cached: int
     pending: int
+    oldest: float | None
+
+class WrittenAfterReleaseError(PinpoolError):
+    """Debug mode: a block was written to after its release. It is not handed out again."""
+
+    address: int
+    nbytes: int
+    offset: int
+    generation: int
+    origin: str | None
 
 @final
 class PinnedPool:
@@ -61,7 +71,8 @@ class PinnedPool:
     `max_bytes`: the most the pool ever holds; unset, 90 % of the memory that the machine and the control group have
     left, or what RLIMIT_MEMLOCK leaves, whichever is less. `pages`: "auto" (transparent huge pages where they come
     cheap), "4k", "thp", "2m" or "1g"; a kind that cannot be had is an error. `numa`: the node that all memory lies on.
-    `threads`: how many prefault, by default one a core.
+    `threads`: how many prefault, by default one a core. `debug`: fill released memory with NaN, and raise
+    WrittenAfterReleaseError when it has been written to before it is used again; slow.
 
     Threads may share a pool. In a forked child, a pool of the parent refuses every request. Also a context manager.
 
@@ -81,6 +92,7 @@ class PinnedPool:
         pages: str = "auto",
         numa: int | None = None,
         threads: int | None = None,
+        debug: bool = False,
     ) -> Self: ...
     def empty(self, shape: Shape, dtype: object = None, *, timeout: float | None = 0.0) -> PinnedArray:
         """Take an array that holds whatever its memory held before.
@@ -144,6 +156,35 @@ class PinnedPool:
         (True, False)
         """
 
+    def record_stream(self, obj: object, stream: object = None) -> None:
+        """Keep a block of this pool from reuse until the work is done that was queued on a CUDA stream before this call.
+
+        See `pinpool.record_stream`, which does the same for whatever pool; this one raises ValueError for a block of another.
+
+        >>> from pinpool import PinnedPool
+        >>> pool = PinnedPool("host")
+        >>> pool.record_stream(pool.empty(100), 0)
+        """
+
+    def defer(self, obj: object, event: Event) -> None:
+        """Keep a block of this pool from reuse until an event is done: anything with `query()`.
+
+        See `pinpool.defer`, which does the same for whatever pool; this one raises ValueError for a block of another.
+        """
+
+    def live_blocks(self) -> list[LiveBlock]:
+        """List the blocks that have an owner: address, nbytes (in pages), generation and origin of each, with debug=True.
+
+        The generation counts how often a block at that address was handed out; the origin is where in Python it was.
+        ValueError: without debug=True nothing is kept of them.
+
+        >>> from pinpool import PinnedPool
+        >>> pool = PinnedPool("host", debug=True)
+        >>> array = pool.empty(100)
+        >>> [(block["nbytes"], block["generation"]) for block in pool.live_blocks()]
+        [(4096, 1)]
+        """
+
     def reserve(self, nbytes: SupportsIndex, *, progress: Progress | bool | None = None) -> None:
         """Grow the pool by `nbytes` ahead of use, all or nothing.
 
@@ -172,8 +213,9 @@ class PinnedPool:
     def stats(self) -> Stats:
         """Tell what the pool holds now, in bytes and counts.
 
-        Reserved is allocated + cached + pending + leaked; reserved / requested is the waste. `os_calls` counts the
-        memory system calls that pinpool has made in this process.
+        Reserved is allocated + cached + pending + quarantined + leaked; reserved / requested is the waste. Pending memory
+        waits for device work or a driver; in quarantine is what nobody knows the device work of, and `quarantine_reason`
+        says why. `os_calls` counts the memory system calls that pinpool has made in this process.
 
         >>> from pinpool import PinnedPool
         >>> pool = PinnedPool()
@@ -297,6 +339,52 @@ class Registration:
         _value: BaseException | None = None,
         _traceback: TracebackType | None = None,
     ) -> None: ...
+
+def record_stream(obj: object, stream: object = None) -> None:
+    """Keep a block from reuse until the work is done that was queued on a CUDA stream before this call.
+
+    Call it behind every copy to or from pool memory that may still run when the tensor goes: registered memory is copied
+    without the host, and torch follows only blocks of its own. `obj`: anything in the block, a view or a slice will do,
+    of whatever pool. `stream`: a torch.cuda.Stream, an object with `__cuda_stream__()`, a handle (an integer), or None
+    for torch's current stream. Costs one event; nothing waits. Memory without a device needs no such call, and gets
+    nothing done. The same as `PinnedPool.record_stream`, which also checks that the block is of that pool.
+
+    ValueError: `obj` is in no live block. TypeError: no stream. DriverError: the stream is none of the driver's.
+    PinpoolError: a graph is being captured from the stream. After the last two the block is not reused at all, unless a
+    later call succeeds; never after a capture, since a graph may be launched at any time.
+
+    >>> import pinpool
+    >>> pool = pinpool.PinnedPool("host")
+    >>> pinpool.record_stream(pool.empty(100), 0)
+    """
+
+def defer(obj: object, event: Event) -> None:
+    """Keep a block from reuse until an event is done.
+
+    `obj`: anything in the block, of whatever pool. `event`: anything with `query()` that tells whether it is done:
+    torch.cuda.Event, torch.xpu.Event, or your own. It is asked when memory is wanted, on the thread that wants it, never
+    when a tensor goes; if it raises, the block is never reused, and `stats()` says why. It must not keep `obj` alive.
+    The same as `PinnedPool.defer`, which also checks that the block is of that pool.
+
+    ValueError: `obj` is in no live block. TypeError: no event.
+
+    >>> import threading, pinpool
+    >>> class Copied(threading.Event):
+    ...     query = threading.Event.is_set
+    >>> pool, copied = pinpool.PinnedPool("host"), Copied()
+    >>> array = pool.empty(100)
+    >>> pinpool.defer(array, copied)
+    >>> array.release()
+    >>> pool.stats()["pending_bytes"]
+    4096
+    >>> copied.set()
+    >>> del (_ := [pool.empty(100)])[:]
+    >>> pool.stats()["pending_bytes"]
+    0
+    """
+
+def is_pool_memory(obj: object) -> bool:
+    """Tell whether all bytes of an object lie in one live block of a pool."""
 
 def is_pinned(obj: object) -> bool:
     """Tell whether all bytes of a tensor, an array, a buffer or an (address, nbytes) pair lie in one pinned range.

@@ -1,7 +1,7 @@
 """Types that the signatures of pinpool use."""
 
 from collections.abc import Callable, Sequence
-from typing import SupportsIndex, TypeAlias, TypedDict
+from typing import Protocol, SupportsIndex, TypeAlias, TypedDict
 
 Shape: TypeAlias = SupportsIndex | Sequence[SupportsIndex]
 """Lengths in elements; one integer is a shape of one dimension."""
@@ -19,6 +19,8 @@ class Stats(TypedDict):
     pending_bytes: int
     reserved_bytes: int
     locked_bytes: int
+    quarantined_bytes: int
+    quarantine_reason: str | None
     leaked_bytes: int
     process_leaked_bytes: int
     max_bytes: int
@@ -31,3 +33,19 @@ class Stats(TypedDict):
     regions: int
     pages: str
     os_calls: int
+
+
+class Event(Protocol):
+    """Anything that tells whether device work is done."""
+
+    def query(self) -> object:
+        """Tell whether it is done: a true value from then on."""
+
+
+class LiveBlock(TypedDict):
+    """A block that has an owner, as debug mode knows it."""
+
+    address: int
+    nbytes: int
+    generation: int
+    origin: str | None

@@ -1,7 +1,7 @@
 //! Device drivers: what they have in common. A driver is one folder with a [`Vendor`], and one line in [`VENDORS`].
 //!
-//! A driver offers to find devices, to open one, and to register a range with it and unregister it again. All else
-//! (order, rollback, accounting, who owns what) is above. A library or a symbol that is missing is a reason in words,
+//! A driver offers to find devices, to open one, to register a range with it and unregister it again, and, where it
+//! can, to tell when queued work is done. All else (order, rollback, accounting, who owns what) is above. A library or a symbol that is missing is a reason in words,
 //! and nothing of a driver is loaded before somebody asks.
 
 mod cuda;
@@ -134,7 +134,47 @@ pub trait Device: Send + Sync + fmt::Debug {
     fn unregister(&self, request: &Request) -> Result<Ending>;
     /// Whether the driver has forgotten a range that lingered.
     fn has_forgotten(&self, request: &Request) -> bool;
+    /// Records an event behind the work that was queued on a stream, whatever device of the same driver that stream is
+    /// of.
+    ///
+    /// # Errors
+    /// `Unsupported` by a driver without streams, `Captured` while a graph is being captured from the stream, `Driver`
+    /// where the stream is none.
+    fn record(self: Arc<Self>, stream: Stream) -> Result<Arc<dyn Event>> {
+        let why = "its driver has no streams of that kind; pass an event to defer(obj, event) instead";
+        Err(Error::unsupported(format!("recording stream {stream:#x} on {}", self.id()), why))
+    }
+    /// The ordinal of the device that the calling thread works on, where the driver knows such a thing.
+    fn current_ordinal(&self) -> Option<u32> {
+        None
+    }
 }
+
+/// A point in the work that a device was given, by a driver or by somebody else.
+pub trait Event: Send + Sync + fmt::Debug {
+    /// Whether all work before that point is done. An error, in words: nobody will ever know.
+    ///
+    /// # Errors
+    /// Why the event, or its device, cannot be asked any more.
+    fn query(&self) -> std::result::Result<bool, String>;
+
+    /// Where in what queue, if it is in one whose events come to pass in order.
+    fn place(&self) -> Option<Place> {
+        None
+    }
+}
+
+/// A place in a queue of work: what has a lower number in the same queue is done earlier.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Place {
+    /// Context and stream.
+    pub queue: (usize, usize),
+    /// Grows from one event to the next.
+    pub number: u64,
+}
+
+/// A stream, as its driver names it: CUDA's `CUstream`, or one of its default streams (0, 1 and 2).
+pub type Stream = usize;
 
 /// A range that a device knows. Dropping it without [`end`](Self::end) leaves it registered, which is safe as long as
 /// the pages stay.

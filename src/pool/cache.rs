@@ -6,11 +6,12 @@
 
 use std::cell::Cell;
 use std::collections::BTreeMap;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::inner::Inner;
 use super::record::{Record, Slot};
+use super::sync::{Mutex, MutexGuard, lock};
 use crate::error::{Error, Result};
 
 const SHARDS: usize = 16;
@@ -157,7 +158,7 @@ impl ShardedCache {
 
 impl Shard {
     fn lock(&self) -> MutexGuard<'_, Cache> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.0)
     }
 }
 

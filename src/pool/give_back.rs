@@ -3,23 +3,26 @@
 use std::cell::Cell;
 use std::sync::Arc;
 
+use super::in_flight::Known;
 use super::inner::Inner;
-use super::record::{Record, Return};
-use crate::error::Result;
+use super::pending::{Queue, Waiting};
+use super::record::{Record, Return, Unpinning};
+use crate::error::{Error, Result};
 use crate::pinned::{Pinned, Released};
 use crate::region::Progress;
 
 impl Inner {
-    /// Takes a block back from its last owner.
-    pub(super) fn take_back(&self, record: Arc<Record>, requested: usize) {
+    /// Takes a block back from its last owner. Asks no event: drivers and Python are not to be called from a deleter.
+    pub(super) fn take_back(self: &Arc<Self>, record: Arc<Record>, requested: usize) {
         match record.give_back() {
             Return::Whole => {
+                self.poison(&record);
                 if let Err(record) = self.cache.put(record, requested) {
                     let _ = self.dispose(&[record]); // what the system refuses is counted as leaked
                 }
                 self.announce();
             }
-            Return::Unpinned => {
+            Return::Pending => {
                 self.cache.count_returned(&record, requested);
                 self.put_aside(record);
             }
@@ -27,11 +30,16 @@ impl Inner {
         }
     }
 
-    /// Keeps a block whose pages must be locked before it can be reused.
-    fn put_aside(&self, record: Arc<Record>) {
-        self.store().unpinned.push(record);
+    /// Keeps a block that cannot be reused yet.
+    fn put_aside(self: &Arc<Self>, record: Arc<Record>) {
+        let must_wait = record.is_in_flight();
+        self.store().pending.add(record);
         if self.cache.check_open().is_err() {
-            let _ = self.trim(); // what the system refuses is counted as leaked
+            if must_wait {
+                self.finish_later();
+            } else {
+                let _ = self.trim_without_asking(); // what the system refuses is counted as leaked
+            }
         }
         self.announce();
     }
@@ -40,11 +48,21 @@ impl Inner {
     pub(super) fn trim(&self) -> Result<usize> {
         let mut releasing = self.releasing();
         let mut idle = self.cache.drain(|_| true);
+        let found = self.check_idle(&mut idle);
         let closed = self.cache.check_open().is_err();
-        idle.extend(self.reclaim_unpinned(|record| !record.own_region && !closed)); // what is unmapped needs no lock
+        idle.extend(self.reclaim(|record| !record.own_region && !closed)); // what is unmapped needs no lock
         let freed = self.dispose(&idle);
         releasing.moved = !idle.is_empty() || freed.as_ref().is_ok_and(|&bytes| bytes > 0);
-        freed
+        found.and(freed)
+    }
+
+    /// Gives the blocks of a closed pool back that no device work may use.
+    fn trim_without_asking(&self) -> Result<usize> {
+        let mut store = self.store();
+        let free: Vec<_> = store.pending.others().into_iter().filter(|one| !one.record.is_in_flight()).collect();
+        let taken: Vec<_> = free.into_iter().filter(|one| store.pending.take(one)).map(|one| one.record).collect();
+        drop(store);
+        self.dispose(&taken)
     }
 
     /// Joins the idle small blocks in the arena, and gives idle regions of `len` bytes, or what there is, back to the
@@ -108,11 +126,12 @@ impl Inner {
         }
     }
 
-    /// Puts blocks that came back unlocked into the cache, locked again. False: there were none.
-    pub(super) fn restock_unpinned(&self) -> bool {
-        let ready = self.reclaim_unpinned(|_| true);
+    /// Puts pending blocks that can be used again into the cache. False: there were none.
+    pub(super) fn restock_pending(&self) -> bool {
+        let ready = self.reclaim(|_| true);
         let any = !ready.is_empty();
         for record in ready {
+            self.poison(&record);
             self.restock(record);
         }
         any
@@ -126,16 +145,60 @@ impl Inner {
         }
     }
 
-    /// Takes out the blocks that came back unlocked, locked again where they must be. The others stay where they are.
-    fn reclaim_unpinned(&self, must_lock: impl Fn(&Record) -> bool) -> Vec<Arc<Record>> {
-        let unpinned = std::mem::take(&mut self.store().unpinned);
-        if unpinned.is_empty() {
-            return unpinned;
+    /// Takes out the pending blocks that no device work uses any more, their pages locked where they must be. Those whose
+    /// pages the kernel does not lock stay where they are.
+    fn reclaim(&self, must_lock: impl Fn(&Record) -> bool) -> Vec<Arc<Record>> {
+        let settled = self.settle();
+        let is_ready = |record: &Arc<Record>| !record.is_unpinned() || !must_lock(record) || self.repin(record).is_ok();
+        let (ready, refused): (Vec<_>, Vec<_>) = settled.into_iter().partition(is_ready);
+        if !refused.is_empty() {
+            let mut store = self.store();
+            refused.into_iter().for_each(|record| store.pending.add(record));
         }
-        let (ready, refused): (Vec<_>, Vec<_>) =
-            unpinned.into_iter().partition(|record| !must_lock(record) || self.repin(record).is_ok());
-        self.store().unpinned.extend(refused);
         ready
+    }
+
+    /// Asks the events of pending blocks, and takes out those whose device work is done. Past a block that must wait, only
+    /// those of its own queue are left out: their events come later still.
+    fn settle(&self) -> Vec<Arc<Record>> {
+        let mut settled = Vec::new();
+        for queue in self.pending_queues() {
+            while self.first_pending(queue).is_some_and(|first| self.has_moved(&first, &mut settled)) {}
+        }
+        for other in self.other_pending() {
+            self.has_moved(&other, &mut settled);
+        }
+        settled
+    }
+
+    fn pending_queues(&self) -> Vec<Queue> {
+        self.store().pending.queues()
+    }
+
+    fn first_pending(&self, queue: Queue) -> Option<Waiting> {
+        self.store().pending.first(queue)
+    }
+
+    fn other_pending(&self) -> Vec<Waiting> {
+        self.store().pending.others()
+    }
+
+    /// Asks for whom a block waits. False: it has to stay where it is.
+    fn has_moved(&self, waiting: &Waiting, settled: &mut Vec<Arc<Record>>) -> bool {
+        let known = waiting.record.look();
+        if known == Known::Busy && waiting.is_in_its_place() {
+            return false;
+        }
+        let mut store = self.store();
+        if store.pending.take(waiting) {
+            let record = Arc::clone(&waiting.record);
+            match known {
+                Known::Busy => store.pending.add(record), // for another event now
+                Known::Done => settled.push(record),
+                Known::Never(reason) => store.quarantine(record, reason),
+            }
+        }
+        true
     }
 
     fn repin(&self, record: &Record) -> Result<()> {
@@ -148,14 +211,22 @@ impl Inner {
     }
 
     /// Unlocks a live block. `None`: the address lies in no block of this pool.
-    pub(super) fn unpin(&self, address: usize) -> Option<Result<bool>> {
+    pub(super) fn unpin(self: &Arc<Self>, address: usize) -> Option<Result<bool>> {
         let (record, region) = self.store().find_block(address)?;
-        if !record.begin_unpin() {
-            return Some(Ok(false));
+        if record.is_in_flight() {
+            record.look();
+        }
+        match record.begin_unpin() {
+            Unpinning::Begun => {}
+            Unpinning::Needless => return Some(Ok(false)),
+            Unpinning::InFlight => {
+                let why = "device work that was recorded on it is not done; synchronize its stream first";
+                return Some(Err(Error::invalid("memory", why)));
+            }
         }
         let unpinned = region.unpin(&record.range());
         match record.end_unpin(matches!(unpinned, Ok(true))) {
-            Some(Return::Unpinned) => self.put_aside(record),
+            Some(Return::Pending) => self.put_aside(record),
             Some(_) => self.restock(record),
             None => {}
         }

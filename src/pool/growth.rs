@@ -2,6 +2,7 @@
 
 use std::ops::ControlFlow;
 use std::sync::Arc;
+use std::time::Instant;
 
 use super::MIB;
 use super::inner::Inner;
@@ -129,7 +130,12 @@ impl Inner {
                 return Ok(Charge { pool: self, len });
             }
             let allocated = self.cache.counters().allocated_bytes.cast_unsigned();
-            Shortage { allocated, cached: store.cached_bytes(allocated), pending: store.pending_bytes() }
+            Shortage {
+                allocated,
+                cached: store.cached_bytes(allocated),
+                pending: store.pending_bytes(),
+                oldest: store.pending.since(),
+            }
         };
         let budget = if len > headroom.bytes { headroom } else { self.budget };
         Err(shortage.into_error(len, budget))
@@ -162,6 +168,7 @@ struct Shortage {
     allocated: usize,
     cached: usize,
     pending: usize,
+    oldest: Option<Instant>,
 }
 
 impl Shortage {
@@ -170,8 +177,9 @@ impl Shortage {
             let (soft, hard) = os::memlock_limit();
             return Error::MemlockLimit { wanted, locked: limits::locked_bytes(), soft, hard };
         }
-        let Self { allocated, cached, pending } = self;
+        let Self { allocated, cached, pending, oldest } = self;
+        let oldest = oldest.map(|since| since.elapsed());
         let (limit, budget) = (budget.bytes, budget.source.text());
-        Error::OutOfPinnedMemory { wanted, limit, allocated, cached, pending, budget }
+        Error::OutOfPinnedMemory { wanted, limit, allocated, cached, pending, oldest, budget }
     }
 }

@@ -1,13 +1,16 @@
 //! What a pool's handle and its blocks share, and the ladder that a request goes down.
 
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::ops::Range;
+use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::cache::ShardedCache;
+use super::debug::Ledger;
 use super::record::{Record, Slot};
 use super::store::Store;
+use super::sync::{AtomicUsize, Condvar, Mutex, MutexGuard, Ordering, lock};
 use super::{PoolOptions, Stats};
+use crate::driver::{Device, Stream};
 use crate::error::{Error, Result};
 use crate::limits::Budget;
 use crate::os;
@@ -20,12 +23,15 @@ const MISSED_BLOCKS: u32 = 20;
 const PAUSE: Duration = Duration::from_millis(1);
 /// How often a waiting caller is asked whether it still wants to wait.
 const WAIT_STEP: Duration = Duration::from_millis(50);
+/// How often a waiting caller asks events: nobody tells when device work ends.
+const POLL_STEP: Duration = Duration::from_millis(1);
 
 #[derive(Debug)]
 pub(super) struct Inner {
     pub(super) options: PoolOptions,
     pub(super) budget: Budget,
     pub(super) cache: ShardedCache,
+    pub(super) ledger: Option<Ledger>,
     fork_generation: u64,
     store: Mutex<Store>,
     returned: Condvar,
@@ -34,10 +40,12 @@ pub(super) struct Inner {
 
 impl Inner {
     pub(super) fn new(options: PoolOptions, budget: Budget) -> Arc<Self> {
+        let ledger = options.debug.then(Ledger::default);
         let inner = Arc::new(Self {
             options,
             budget,
             cache: ShardedCache::default(),
+            ledger,
             fork_generation: os::fork_generation(),
             store: Mutex::default(),
             returned: Condvar::new(),
@@ -48,7 +56,7 @@ impl Inner {
     }
 
     pub(super) fn store(&self) -> MutexGuard<'_, Store> {
-        self.store.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.store)
     }
 
     /// `Forked` in a child of the process that made the pool.
@@ -129,7 +137,25 @@ impl Inner {
     fn should_fit(&self, len: usize) -> bool {
         let store = self.store();
         let allocated = self.cache.counters().allocated_bytes.cast_unsigned();
-        allocated + store.pending_bytes() + store.leaked() + len <= self.budget.bytes
+        allocated + store.withheld_bytes() + len <= self.budget.bytes
+    }
+
+    /// The block of this pool that holds all bytes of a range, live or not.
+    pub(super) fn find(&self, range: &Range<usize>) -> Option<Arc<Record>> {
+        let (record, _) = self.store().find_block(range.start)?;
+        (range.end <= record.range().end).then_some(record)
+    }
+
+    /// Keeps a block from reuse until the work is done that was queued on a stream before.
+    pub(super) fn record_stream(&self, record: &Record, stream: Stream) -> Result<()> {
+        let devices = &self.options.devices;
+        if devices.is_empty() {
+            return Ok(());
+        }
+        let is_for_this_driver = |answer: &Result<_>| !matches!(answer, Err(Error::Unsupported { .. }));
+        let record_on = |device: &Arc<dyn Device>| Arc::clone(device).record(stream);
+        let first = || record_on(&devices[0]);
+        record.follow(|| devices.iter().map(record_on).find(is_for_this_driver).unwrap_or_else(first))
     }
 
     /// A block from what the pool has already.
@@ -137,14 +163,14 @@ impl Inner {
         if let Some(slot) = self.cache.steal(len, requested) {
             return Ok(Some(slot));
         }
-        let cut = self.store().cut(len);
-        if let Some(record) = cut {
-            return self.lease(record, requested).map(Some);
-        }
-        if self.restock_unpinned()
+        if self.restock_pending()
             && let Some(slot) = self.cache.steal(len, requested)
         {
             return Ok(Some(slot));
+        }
+        let cut = self.store().cut(len);
+        if let Some(record) = cut {
+            return self.lease(record, requested).map(Some);
         }
         let longest = len + len / SLACK_SHARE;
         Ok(if longest > len { self.cache.take_within(len, longest, requested) } else { None })
@@ -166,7 +192,8 @@ impl Inner {
         }
         let store = self.store();
         if store.returns == returns {
-            drop(self.returned.wait_timeout(store, left.min(WAIT_STEP)).unwrap_or_else(PoisonError::into_inner));
+            let step = if store.is_unfinished() { POLL_STEP } else { WAIT_STEP };
+            drop(self.returned.wait_timeout(store, left.min(step)).unwrap_or_else(PoisonError::into_inner));
         }
         Ok(true)
     }
@@ -215,6 +242,8 @@ impl Inner {
             pending_bytes: store.pending_bytes(),
             reserved_bytes: store.reserved(),
             locked_bytes: if self.options.region.lock { store.locked_bytes() } else { 0 },
+            quarantined_bytes: store.quarantined_bytes(),
+            quarantine_reason: store.quarantine_reason().map(ToOwned::to_owned),
             leaked_bytes: store.leaked(),
             max_bytes: self.budget.bytes,
             peak_reserved_bytes: store.peak_reserved(),

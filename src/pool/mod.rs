@@ -3,12 +3,13 @@
 //! A request goes down this ladder and stops at the first step that serves it:
 //!
 //! 1. the cache: a block of exactly this length that was freed before (no system call, no search);
-//! 2. the arena: the smallest hole in the shared regions;
-//! 3. the cache again, for a block that is longer by a small slack;
-//! 4. a new region: shared for a small request, of exactly its length for a large one;
-//! 5. over the budget: all idle blocks go back to the arena and join there, idle regions go back to the system, and
-//!    steps 2 and 4 have another try;
-//! 6. waiting, when the caller allows it, for a block to come back.
+//! 2. pending blocks of that length whose device work is done by now;
+//! 3. the arena: the smallest hole in the shared regions;
+//! 4. the cache again, for a block that is longer by a small slack;
+//! 5. a new region: shared for a small request, of exactly its length for a large one;
+//! 6. over the budget: all idle blocks go back to the arena and join there, idle regions go back to the system, and
+//!    steps 3 and 5 have another try;
+//! 7. waiting, when the caller allows it, for a block to come back, or for device work to end.
 //!
 //! So blocks that a loop frees and takes again stay cut as they are while the budget lasts, and its second lap is
 //! served by step 1 alone.
@@ -16,19 +17,24 @@
 //! No lock is held over a system call: a new region is charged to the budget first, made, and entered then.
 
 mod cache;
+mod debug;
 mod give_back;
 mod growth;
+mod in_flight;
 mod inner;
+mod pending;
 mod record;
 mod store;
+mod sync;
+mod unfinished;
 
 use std::collections::BTreeMap;
-use std::ops::ControlFlow;
+use std::ops::{ControlFlow, Range};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
 use crate::block::Block;
-use crate::driver::{Device, Registering};
+use crate::driver::{Device, Event, Registering, Stream};
 use crate::error::{Error, Result};
 use crate::fork::PerProcess;
 use crate::limits::{self, Budget, Source};
@@ -36,7 +42,9 @@ use crate::os;
 use crate::region::{Pages, Progress, RegionOptions};
 use crate::registry::shared::global;
 
+pub use debug::LiveBlock;
 use inner::Inner;
+use record::Record;
 pub(crate) use record::Slot;
 
 const MIB: usize = 1 << 20;
@@ -53,6 +61,8 @@ pub struct PoolOptions {
     pub devices: Vec<Arc<dyn Device>>,
     /// Go on with locked memory where a device refuses; `Stats::unregistered` then says why.
     pub register_if_possible: bool,
+    /// Fill released blocks with a pattern, and find out who writes to them after that. Slow.
+    pub debug: bool,
 }
 
 impl PoolOptions {
@@ -76,6 +86,10 @@ pub struct Stats {
     pub reserved_bytes: usize,
     /// Of these, locked.
     pub locked_bytes: usize,
+    /// Never reused: an event of theirs failed, so that nobody knows whether device work still uses them.
+    pub quarantined_bytes: usize,
+    /// Why the newest of these are.
+    pub quarantine_reason: Option<String>,
     /// Could not be given back to the system; still counted as reserved.
     pub leaked_bytes: usize,
     /// The budget.
@@ -119,6 +133,7 @@ impl Pool {
             return Err(Error::invalid("max_bytes", "a pool needs a budget of at least one byte"));
         }
         check_together(&options.devices)?;
+        unfinished::finish();
         let inner = Inner::new(options, budget);
         pools().push(Arc::downgrade(&inner));
         Ok(Self { inner })
@@ -159,7 +174,8 @@ impl Pool {
         let page = os::page_size();
         let padded = len.checked_next_multiple_of(page).filter(|&len| isize::try_from(len).is_ok());
         let padded = padded.ok_or_else(|| Error::invalid("nbytes", format!("{len} bytes are more than memory has")))?;
-        Ok(Block::new(self.inner.obtain(padded, len, timeout, progress)?, len))
+        unfinished::finish();
+        self.hand_out(self.inner.obtain(padded, len, timeout, progress)?, len)
     }
 
     /// Takes a block of zero bytes, or one that the thread's own cache holds: in well under a microsecond, or not.
@@ -172,7 +188,40 @@ impl Pool {
             return self.inner.cache.check_open().map(|()| Some(Block::empty()));
         }
         let padded = len.wrapping_add(os::page_size() - 1) & !(os::page_size() - 1);
-        Ok(self.inner.cache.take(padded, len)?.map(|slot| Block::new(slot, len)))
+        self.inner.cache.take(padded, len)?.map(|slot| self.hand_out(slot, len)).transpose()
+    }
+
+    fn hand_out(&self, slot: Slot, len: usize) -> Result<Block> {
+        let checked = if self.inner.ledger.is_some() { self.inner.begin_generation(&slot.record) } else { Ok(()) };
+        let block = Block::new(slot, len); // goes back, if it was written to, and is kept from use
+        checked.map(|()| block)
+    }
+
+    /// Whether one block of this pool, live or not, holds a range.
+    ///
+    /// # Errors
+    /// `Invalid` where none does, which says so when it is one of another pool.
+    pub fn check_holds(&self, range: &Range<usize>) -> Result<()> {
+        self.inner.check_process()?;
+        match (self.inner.find(range), find(range)) {
+            (Some(_), _) => Ok(()),
+            (None, Some(_)) => {
+                Err(Error::invalid("memory", "a block of another pool; ask that pool, or pinpool itself"))
+            }
+            (None, None) => Err(no_block(range)),
+        }
+    }
+
+    /// Notes where a block was taken, for reports of debug mode.
+    pub fn note_origin(&self, block: &Block, origin: &str) {
+        if !block.is_empty() {
+            self.inner.note_origin(block.as_ptr() as usize, origin.into());
+        }
+    }
+
+    /// Every block that has an owner, in debug mode; otherwise nothing is kept of them.
+    pub fn live_blocks(&self) -> Vec<LiveBlock> {
+        self.inner.live_blocks()
     }
 
     /// Grows the pool by one shared region of at least `len` bytes, so that later requests find it there.
@@ -199,10 +248,12 @@ impl Pool {
     /// `Os` where the system refuses one; the others are given back all the same.
     pub fn trim(&self) -> Result<usize> {
         self.inner.check_process()?;
+        unfinished::finish();
         self.inner.trim()
     }
 
-    /// Refuses further requests and gives back what is idle; live blocks go to the system as they are dropped.
+    /// Refuses further requests and gives back what is idle; live blocks go to the system as they are dropped. What device
+    /// work may still use goes when any pool of the process is next asked for something and that work is done.
     /// A second call does nothing.
     ///
     /// # Errors
@@ -213,7 +264,10 @@ impl Pool {
         }
         self.inner.cache.close();
         self.inner.announce();
-        self.inner.trim().map(|_| ())
+        let trimmed = self.inner.trim();
+        self.inner.finish_later();
+        unfinished::finish();
+        trimmed.map(|_| ())
     }
 
     /// Whether it was closed.
@@ -251,8 +305,60 @@ pub fn unpin(address: usize) -> Result<bool> {
     alive.iter().find_map(|pool| pool.unpin(address)).unwrap_or(Ok(false))
 }
 
+/// Keeps the block that holds a range from reuse until the work is done that was queued on a stream before. Does nothing
+/// for memory of a pool without devices: copies of it are done when the call that made them returns.
+///
+/// # Errors
+/// `Invalid` where no live block of any pool holds the range; else as [`Device::record`]: then the block is not reused at
+/// all, unless a later call succeeds.
+pub fn record_stream(range: &Range<usize>, stream: Stream) -> Result<()> {
+    let (pool, record) = find_live(range)?;
+    pool.record_stream(&record, stream)
+}
+
+/// Keeps the block that holds a range from reuse until an event is done.
+///
+/// # Errors
+/// `Invalid` where no live block of any pool holds the range.
+pub fn defer(range: &Range<usize>, event: Arc<dyn Event>) -> Result<()> {
+    find_live(range)?.1.follow(|| Ok(event))
+}
+
+/// Whether a block that somebody owns holds all bytes of a range.
+pub fn is_live(range: &Range<usize>) -> bool {
+    find_live(range).is_ok()
+}
+
+/// The device that the calling thread works on, among those of the driver that the block of this range is registered with;
+/// else the first of its pool.
+///
+/// # Errors
+/// `Invalid` where no live block of any pool holds the range.
+pub fn current_ordinal(range: &Range<usize>) -> Result<u32> {
+    let (pool, _) = find_live(range)?;
+    let devices = &pool.options.devices;
+    let current = devices.iter().find_map(|device| device.current_ordinal());
+    Ok(current.or_else(|| devices.first().map(|device| device.id().ordinal)).unwrap_or(0))
+}
+
+fn find_live(range: &Range<usize>) -> Result<(Arc<Inner>, Arc<Record>)> {
+    find(range).filter(|(_, record)| record.is_owned()).ok_or_else(|| no_block(range))
+}
+
+/// The block of whatever pool that holds a range, live or not.
+fn find(range: &Range<usize>) -> Option<(Arc<Inner>, Arc<Record>)> {
+    let alive: Vec<Arc<Inner>> = pools().iter().filter_map(Weak::upgrade).collect();
+    alive.into_iter().find_map(|pool| pool.find(range).map(|record| (pool, record)))
+}
+
+fn no_block(range: &Range<usize>) -> Error {
+    let (start, len) = (range.start, range.end - range.start);
+    Error::invalid("memory", format!("{start:#x}+{len} is in no live block of a pool: nothing of ours reuses it"))
+}
+
 pub(crate) fn make_statics() {
     drop(pools());
+    unfinished::make_statics();
 }
 
 /// Every pool of the process that may still be alive.

@@ -2,9 +2,13 @@
 
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU8, Ordering};
+use std::time::Instant;
 
 use super::cache::Lease;
+use super::in_flight::{InFlight, Known};
+use super::sync::{AtomicU8, Mutex, MutexGuard, Ordering, lock};
+use crate::driver::{Event, Place};
+use crate::error::{Error, Result};
 
 /// What a block is, live or cached: it exists from the cut to the return to the arena or the system.
 #[derive(Debug)]
@@ -14,33 +18,44 @@ pub(super) struct Record {
     /// The block is all of its region.
     pub(super) own_region: bool,
     state: AtomicU8,
+    in_flight: Mutex<InFlight>,
 }
 
-/// Nobody owns the block.
-const IDLE: u8 = 0;
-/// A caller owns it.
-const LIVE: u8 = 1;
-/// A caller owns it, and its pages are being unlocked at this moment.
+// What a state is made of; none of them: the block is idle, and can be handed out.
+/// A caller owns the block.
+const OWNED: u8 = 1;
+/// Its pages are being unlocked at this moment.
 const UNPINNING: u8 = 2;
-/// Its pages are unlocked, whether a caller owns it or not.
-const UNPINNED: u8 = 3;
-/// It came back while its pages were being unlocked.
-const RETURNED: u8 = 4;
+/// Its pages are unlocked.
+const UNPINNED: u8 = 4;
+/// Device work may use it. Changes under the lock of `in_flight` only, and is set only while a caller owns the block.
+const IN_FLIGHT: u8 = 8;
 
 /// What is to be done with a block that came back.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Return {
     /// It can be reused as it is.
     Whole,
-    /// Its pages must be locked before it can be reused.
-    Unpinned,
+    /// Its pages must be locked, or device work must end, before it can be reused.
+    Pending,
     /// Whoever unlocks its pages at this moment will see to it.
     Later,
 }
 
+/// What comes of the wish to unlock a block.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Unpinning {
+    /// The caller is the one to do it, and to say how it ended.
+    Begun,
+    /// Nobody owns the block, or its pages are unlocked already.
+    Needless,
+    /// Device work may use it.
+    InFlight,
+}
+
 impl Record {
     pub(super) fn new(address: usize, len: usize, own_region: bool) -> Self {
-        Self { address, len, own_region, state: AtomicU8::new(IDLE) }
+        Self { address, len, own_region, state: AtomicU8::new(0), in_flight: Mutex::default() }
     }
 
     pub(super) fn range(&self) -> Range<usize> {
@@ -49,50 +64,120 @@ impl Record {
 
     /// A caller takes the block.
     pub(super) fn take(&self) {
-        self.state.store(LIVE, Ordering::Relaxed); // the lock that the block is taken under orders it
+        self.state.store(OWNED, Ordering::Relaxed); // the lock that the block is taken under orders it
     }
 
     /// Its last owner gives the block back.
     pub(super) fn give_back(&self) -> Return {
-        loop {
-            if self.change(LIVE, IDLE) {
-                return Return::Whole;
-            }
-            if self.change(UNPINNING, RETURNED) {
-                return Return::Later;
-            }
-            if self.is_unpinned() {
-                return Return::Unpinned;
-            }
-            // Between two of these looks an unlocking began or ended.
-        }
+        after_return(self.state.fetch_and(!OWNED, Ordering::AcqRel))
     }
 
-    /// Claims the right to unlock the pages of a block that is live and pinned.
-    pub(super) fn begin_unpin(&self) -> bool {
-        self.change(LIVE, UNPINNING)
+    /// Claims the right to unlock the pages of a block that is live, pinned and not in flight.
+    pub(super) fn begin_unpin(&self) -> Unpinning {
+        let begun = self.state.compare_exchange(OWNED, OWNED | UNPINNING, Ordering::AcqRel, Ordering::Acquire);
+        match begun {
+            Ok(_) => Unpinning::Begun,
+            Err(state) if state == OWNED | IN_FLIGHT => Unpinning::InFlight,
+            Err(_) => Unpinning::Needless,
+        }
     }
 
     /// Ends what `begin_unpin` began. What is returned is to be done, if the block came back meanwhile.
     pub(super) fn end_unpin(&self, unpinned: bool) -> Option<Return> {
-        if self.change(UNPINNING, if unpinned { UNPINNED } else { LIVE }) {
-            return None;
-        }
-        self.state.store(if unpinned { UNPINNED } else { IDLE }, Ordering::Release);
-        Some(if unpinned { Return::Unpinned } else { Return::Whole })
+        let ended = if unpinned { UNPINNING | UNPINNED } else { UNPINNING };
+        let before = self.state.fetch_xor(ended, Ordering::AcqRel);
+        (before & OWNED == 0).then(|| after_return(before ^ ended))
     }
 
     /// The pages of a returned block are locked again.
     pub(super) fn repinned(&self) {
-        self.state.store(IDLE, Ordering::Release);
+        self.state.fetch_and(!UNPINNED, Ordering::Release);
     }
 
     pub(super) fn is_unpinned(&self) -> bool {
-        self.state.load(Ordering::Acquire) == UNPINNED
+        self.state.load(Ordering::Acquire) & UNPINNED != 0
     }
 
-    fn change(&self, from: u8, to: u8) -> bool {
-        self.state.compare_exchange(from, to, Ordering::AcqRel, Ordering::Acquire).is_ok()
+    pub(super) fn is_owned(&self) -> bool {
+        self.state.load(Ordering::Acquire) & OWNED != 0
+    }
+
+    /// Whether device work may use the block, as far as was looked.
+    pub(super) fn is_in_flight(&self) -> bool {
+        self.state.load(Ordering::Acquire) & IN_FLIGHT != 0
+    }
+
+    /// Keeps the block from reuse until the event that `record` makes is done. When there is none, the block is not
+    /// reused at all, unless a later call succeeds.
+    pub(super) fn follow(&self, record: impl FnOnce() -> Result<Arc<dyn Event>>) -> Result<()> {
+        self.begin_flight()?;
+        match record() {
+            Ok(event) => {
+                let replaced = self.in_flight().arrived(event, Instant::now());
+                drop(replaced);
+                if self.in_flight().is_time_to_look() {
+                    self.look();
+                }
+                Ok(())
+            }
+            Err(refusal) => {
+                self.in_flight().refused(&refusal);
+                Err(refusal)
+            }
+        }
+    }
+
+    fn begin_flight(&self) -> Result<()> {
+        let mut in_flight = self.in_flight();
+        let owned = |state: u8| (state & (OWNED | UNPINNING) == OWNED).then_some(state | IN_FLIGHT);
+        if self.state.fetch_update(Ordering::AcqRel, Ordering::Acquire, owned).is_err() {
+            return Err(Error::invalid("memory", "it was released, or is being unpinned, by another thread"));
+        }
+        in_flight.arrive();
+        Ok(())
+    }
+
+    /// The memory is not to be handed out again, once its owner lets go.
+    pub(super) fn condemn(&self, reason: String) {
+        let mut in_flight = self.in_flight();
+        in_flight.condemn(reason);
+        self.state.fetch_or(IN_FLIGHT, Ordering::AcqRel);
+    }
+
+    /// Asks the events of the block. No lock is held meanwhile: drivers and Python have locks of their own.
+    pub(super) fn look(&self) -> Known {
+        let events = self.in_flight().events();
+        let answers = events.into_iter().map(|event| (Arc::clone(&event), event.query())).collect();
+        let mut in_flight = self.in_flight();
+        let (known, dropped) = in_flight.note(answers);
+        if in_flight.is_done() {
+            self.state.fetch_and(!IN_FLIGHT, Ordering::AcqRel);
+        }
+        drop(in_flight);
+        drop(dropped); // may run Python
+        known
+    }
+
+    /// Where in what queue the block waits, if it waits in one.
+    pub(super) fn place(&self) -> Option<Place> {
+        self.in_flight().place()
+    }
+
+    /// When the oldest event of the block was recorded.
+    pub(super) fn in_flight_since(&self) -> Option<Instant> {
+        self.in_flight().since()
+    }
+
+    fn in_flight(&self) -> MutexGuard<'_, InFlight> {
+        lock(&self.in_flight)
+    }
+}
+
+fn after_return(state: u8) -> Return {
+    match state {
+        _ if state & UNPINNING != 0 => Return::Later,
+        0 | OWNED => Return::Whole,
+        _ => Return::Pending,
     }
 }
 

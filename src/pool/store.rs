@@ -4,6 +4,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
+use super::pending::Pending;
 use super::record::Record;
 use crate::arena::Arena;
 use crate::pinned::Pinned;
@@ -15,8 +16,11 @@ pub(super) struct Store {
     regions: BTreeMap<usize, Arc<Pinned>>,
     /// Every block that is cut, live or cached, by its address.
     blocks: BTreeMap<usize, Arc<Record>>,
-    /// Blocks that came back with their pages unlocked.
-    pub(super) unpinned: Vec<Arc<Record>>,
+    /// Blocks that came back and cannot be reused yet.
+    pub(super) pending: Pending,
+    /// Blocks that came back and are never reused: whether device work still uses them cannot be known.
+    quarantined: Vec<Arc<Record>>,
+    quarantine_reason: Option<String>,
     /// Regions that could not be given back yet: a driver still knows them, or somebody is about to look at them.
     pub(super) lingering: Vec<Arc<Pinned>>,
     reserved: usize,
@@ -98,6 +102,26 @@ impl Store {
         None
     }
 
+    /// Never lets a block be reused, nor its region be given back.
+    pub(super) fn quarantine(&mut self, record: Arc<Record>, reason: String) {
+        self.quarantined.push(record);
+        self.quarantine_reason = Some(reason);
+    }
+
+    pub(super) fn quarantined_bytes(&self) -> usize {
+        self.quarantined.iter().map(|record| record.len).sum()
+    }
+
+    /// Why the newest block that is in quarantine is.
+    pub(super) fn quarantine_reason(&self) -> Option<&str> {
+        self.quarantine_reason.as_deref()
+    }
+
+    /// Whether something is to be given back later.
+    pub(super) fn is_unfinished(&self) -> bool {
+        !self.pending.is_empty() || !self.lingering.is_empty()
+    }
+
     /// Takes out the shared regions that no block is cut from.
     pub(super) fn take_idle(&mut self) -> Vec<Arc<Pinned>> {
         let idle = self.arena.remove_idle_spans();
@@ -111,9 +135,20 @@ impl Store {
         record.range().contains(&address).then(|| (Arc::clone(record), region))
     }
 
+    /// Every block that is cut.
+    pub(super) fn records(&self) -> impl Iterator<Item = &Arc<Record>> {
+        self.blocks.values()
+    }
+
     /// The region that a block was cut from.
     pub(super) fn region_of(&self, record: &Record) -> Option<Arc<Pinned>> {
         self.regions.range(..=record.address).next_back().map(|(_, region)| Arc::clone(region))
+    }
+
+    fn take_region_of(&mut self, record: &Record) -> Option<Arc<Pinned>> {
+        let (&address, _) = self.regions.range(..=record.address).next_back()?;
+        let holds = self.regions[&address].region().address() + self.regions[&address].region().len() > record.address;
+        if holds { self.regions.remove(&address) } else { None }
     }
 
     pub(super) fn reserved(&self) -> usize {
@@ -150,14 +185,18 @@ impl Store {
 
     /// Bytes that are idle and cannot be reused yet.
     pub(super) fn pending_bytes(&self) -> usize {
-        let unpinned: usize = self.unpinned.iter().map(|record| record.len).sum();
         let lingering: usize = self.lingering.iter().map(|pinned| pinned.region().len()).sum();
-        unpinned + lingering
+        self.pending.bytes() + lingering
+    }
+
+    /// Bytes that are neither handed out nor can be reused now.
+    pub(super) fn withheld_bytes(&self) -> usize {
+        self.pending_bytes() + self.quarantined_bytes() + self.leaked
     }
 
     /// Bytes that are idle and can be reused, when so many are handed out.
     pub(super) fn cached_bytes(&self, allocated: usize) -> usize {
-        self.reserved.saturating_sub(allocated + self.pending_bytes() + self.leaked)
+        self.reserved.saturating_sub(allocated + self.withheld_bytes())
     }
 
     /// Bytes that are registered with each device.
@@ -172,5 +211,17 @@ impl Store {
     /// Why the newest region that is not registered is not.
     pub(super) fn unregistered(&self) -> Option<&str> {
         self.unregistered.as_deref()
+    }
+}
+
+/// Device work may still use what is pending or in quarantine when the pool is gone: that memory stays, for good.
+impl Drop for Store {
+    fn drop(&mut self) {
+        let kept: Vec<_> = self.pending.records().chain(&self.quarantined).map(Arc::clone).collect();
+        for record in kept.iter().filter(|record| record.is_in_flight()) {
+            if let Some(region) = self.take_region_of(record) {
+                Pinned::keep_for_good(region);
+            }
+        }
     }
 }

@@ -18,6 +18,7 @@ use super::extent::Span;
 use super::pool::PinnedPool;
 use crate::block::Block;
 use crate::dlpack::{self, ManagedTensorVersioned, Tensor};
+use crate::driver::Stream;
 
 const CAPSULE_NAME: &CStr = c"dlpack_exchange_api";
 const MAJOR_VERSION: u32 = 1;
@@ -31,7 +32,7 @@ struct Table {
     export: *const c_void,
     import: Option<unsafe extern "C" fn(*mut ManagedTensorVersioned, *mut *mut c_void) -> c_int>,
     look: Option<unsafe extern "C" fn(*mut c_void, *mut Tensor) -> c_int>,
-    current_stream: *const c_void,
+    current_stream: Option<unsafe extern "C" fn(c_int, c_int, *mut *mut c_void) -> c_int>,
 }
 
 struct ExchangeApi {
@@ -124,4 +125,16 @@ pub(super) fn look(obj: &Bound<'_, PyAny>) -> Option<Span> {
     }
     // SAFETY: success fills all of it, and the object, which is alive, owns what it points to.
     unsafe { Span::of_tensor(tensor.assume_init_ref()) }
+}
+
+/// The framework's current stream of a CUDA device, which must be in use. `None`: the framework does not say.
+pub(super) fn current_cuda_stream(py: Python<'_>, ordinal: u32) -> PyResult<Option<Stream>> {
+    const CUDA: c_int = 2;
+    let Some(current_stream) = API.get(py).and_then(|api| api.table.current_stream) else { return Ok(None) };
+    let mut stream = std::ptr::null_mut();
+    // SAFETY: attached, and `stream` is ours to be written.
+    match unsafe { current_stream(CUDA, ordinal as c_int, &raw mut stream) } {
+        0 => Ok(Some(stream as Stream)),
+        _ => Err(PyErr::fetch(py)),
+    }
 }

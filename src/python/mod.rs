@@ -2,6 +2,7 @@
 
 mod argument;
 mod array;
+mod device_work;
 mod devices;
 mod doctor;
 mod exchange;
@@ -39,13 +40,23 @@ pyo3::create_exception!(
     pinpool,
     OutOfPinnedMemoryError,
     PinpoolError,
-    "The pool's budget is used up: attributes wanted, limit, allocated, cached, pending, in bytes."
+    "The pool's budget is used up: attributes wanted, limit, allocated, cached, pending, in bytes; oldest, in seconds."
+);
+pyo3::create_exception!(
+    pinpool,
+    WrittenAfterReleaseError,
+    PinpoolError,
+    "Debug mode: a block was written to after its release: attributes address, nbytes, offset, generation, origin."
 );
 
 #[pymodule(gil_used = true)]
 mod _pinpool {
     #[pymodule_export]
+    use super::WrittenAfterReleaseError;
+    #[pymodule_export]
     use super::array::PinnedArray;
+    #[pymodule_export]
+    use super::device_work::{defer, is_pool_memory, record_stream};
     #[pymodule_export]
     use super::devices::{current_device, find_devices, ordinal_of};
     #[pymodule_export]
@@ -79,16 +90,26 @@ impl From<Error> for PyErr {
                 MemlockLimitError::new_err(text),
                 &[("wanted", wanted), ("locked", locked), ("soft_limit", soft), ("hard_limit", hard)],
             ),
-            Error::OutOfPinnedMemory { wanted, limit, allocated, cached, pending, .. } => with_numbers(
-                OutOfPinnedMemoryError::new_err(text),
-                &[
-                    ("wanted", wanted),
-                    ("limit", limit),
-                    ("allocated", allocated),
-                    ("cached", cached),
-                    ("pending", pending),
-                ],
-            ),
+            Error::OutOfPinnedMemory { wanted, limit, allocated, cached, pending, oldest, .. } => {
+                let error = with_numbers(
+                    OutOfPinnedMemoryError::new_err(text),
+                    &[
+                        ("wanted", wanted),
+                        ("limit", limit),
+                        ("allocated", allocated),
+                        ("cached", cached),
+                        ("pending", pending),
+                    ],
+                );
+                with_attributes(error, |value| value.setattr("oldest", oldest.map(|age| age.as_secs_f64())))
+            }
+            Error::WrittenAfterRelease(found) => with_attributes(WrittenAfterReleaseError::new_err(text), |value| {
+                value.setattr("address", found.address)?;
+                value.setattr("nbytes", found.len)?;
+                value.setattr("offset", found.offset)?;
+                value.setattr("generation", found.generation)?;
+                value.setattr("origin", found.origin.as_deref())
+            }),
             Error::DriverUnavailable { absent, .. } => {
                 with_attributes(DriverUnavailableError::new_err(text), |value| value.setattr("absent", absent))
             }
@@ -103,7 +124,9 @@ impl From<Error> for PyErr {
                 })
             }
             Error::Overlap { .. } | Error::Invalid { .. } | Error::Closed => PyValueError::new_err(text),
-            Error::Unsupported { .. } | Error::Forked | Error::Interrupted => PinpoolError::new_err(text),
+            Error::Unsupported { .. } | Error::Captured { .. } | Error::Forked | Error::Interrupted => {
+                PinpoolError::new_err(text)
+            }
         }
     }
 }

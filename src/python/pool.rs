@@ -10,12 +10,13 @@ use pyo3::types::{PyDict, PyString};
 
 use super::argument::{Layout, byte_count, integer, timeout as parse_timeout};
 use super::array::PinnedArray;
+use super::device_work::{defer_to, range_of, record};
 use super::extent::{Span, span_of};
 use super::registration::{Registration, drop_forgotten_owners, is_pinned, is_registered};
 use super::{PinpoolError, detached, devices};
 use crate::block::Block;
 use crate::driver::Device;
-use crate::pool::{Pool, PoolOptions};
+use crate::pool::{LiveBlock, Pool, PoolOptions};
 use crate::region::{Pages, RegionOptions};
 
 /// A pool of pinned host memory: exact sizes, instant reuse, a hard budget.
@@ -29,7 +30,8 @@ use crate::region::{Pages, RegionOptions};
 /// `max_bytes`: the most the pool ever holds; unset, 90 % of the memory that the machine and the control group have
 /// left, or what RLIMIT_MEMLOCK leaves, whichever is less. `pages`: "auto" (transparent huge pages where they come
 /// cheap), "4k", "thp", "2m" or "1g"; a kind that cannot be had is an error. `numa`: the node that all memory lies on.
-/// `threads`: how many prefault, by default one a core.
+/// `threads`: how many prefault, by default one a core. `debug`: fill released memory with NaN, and raise
+/// WrittenAfterReleaseError when it has been written to before it is used again; slow.
 ///
 /// Threads may share a pool. In a forked child, a pool of the parent refuses every request. Also a context manager.
 ///
@@ -49,10 +51,15 @@ pub(crate) struct PinnedPool {
 impl PinnedPool {
     /// Takes a block: at once from the cache, else without the interpreter.
     pub(super) fn take(&self, py: Python<'_>, nbytes: usize, timeout: Option<Duration>) -> PyResult<Block> {
-        match self.pool.take_cached(nbytes)? {
-            Some(block) => Ok(block),
-            None => detached(py, |_, _, _| Ok(()), |progress| self.pool.take_within(nbytes, timeout, progress)),
+        let block = match self.pool.take_cached(nbytes)? {
+            Some(block) => block,
+            None => detached(py, |_, _, _| Ok(()), |progress| self.pool.take_within(nbytes, timeout, progress))?,
+        };
+        if self.pool.options().debug {
+            let origin: String = py.import("pinpool._origin")?.call_method0("origin")?.extract()?;
+            self.pool.note_origin(&block, &origin);
         }
+        Ok(block)
     }
 
     fn array(&self, py: Python<'_>, layout: Layout, timeout: Option<f64>) -> PyResult<PinnedArray> {
@@ -65,9 +72,13 @@ impl PinnedPool {
 impl PinnedPool {
     #[new]
     #[pyo3(
-        signature = (devices=Devices::Auto, *, max_bytes=None, register="require", pages="auto", numa=None, threads=None),
-        text_signature = "(devices='auto', *, max_bytes=None, register='require', pages='auto', numa=None, threads=None)"
+        signature = (
+            devices=Devices::Auto, *, max_bytes=None, register="require", pages="auto", numa=None, threads=None, debug=false
+        ),
+        text_signature = "(devices='auto', *, max_bytes=None, register='require', pages='auto', numa=None, threads=None, \
+                          debug=False)"
     )]
+    #[allow(clippy::too_many_arguments)] // all but the first by keyword
     fn new(
         py: Python<'_>,
         devices: Devices<'_>,
@@ -76,6 +87,7 @@ impl PinnedPool {
         pages: &str,
         numa: Option<&Bound<'_, PyAny>>,
         threads: Option<&Bound<'_, PyAny>>,
+        debug: bool,
     ) -> PyResult<Self> {
         let max_bytes = max_bytes.map(|bytes| byte_count(bytes, "max_bytes")).transpose()?;
         let region = RegionOptions {
@@ -85,7 +97,7 @@ impl PinnedPool {
             lock: true,
         };
         let Opened { devices, unregistered } = devices.open(py, register)?;
-        let options = PoolOptions { max_bytes, region, devices, register_if_possible: register == "try" };
+        let options = PoolOptions { max_bytes, region, devices, register_if_possible: register == "try", debug };
         let pool = py.detach(|| Pool::new(options))?;
         Ok(Self { pool, unregistered })
     }
@@ -185,6 +197,54 @@ impl PinnedPool {
         is_pinned(obj)
     }
 
+    /// Keep a block of this pool from reuse until the work is done that was queued on a CUDA stream before this call.
+    ///
+    /// See `pinpool.record_stream`, which does the same for whatever pool; this one raises ValueError for a block of another.
+    ///
+    /// >>> from pinpool import PinnedPool
+    /// >>> pool = PinnedPool("host")
+    /// >>> pool.record_stream(pool.empty(100), 0)
+    #[pyo3(signature = (obj, stream=None))]
+    fn record_stream(&self, py: Python<'_>, obj: &Bound<'_, PyAny>, stream: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
+        let Some(range) = range_of(obj)? else { return Ok(()) };
+        self.pool.check_holds(&range)?;
+        record(py, &range, stream)
+    }
+
+    /// Keep a block of this pool from reuse until an event is done: anything with `query()`.
+    ///
+    /// See `pinpool.defer`, which does the same for whatever pool; this one raises ValueError for a block of another.
+    fn defer(&self, py: Python<'_>, obj: &Bound<'_, PyAny>, event: &Bound<'_, PyAny>) -> PyResult<()> {
+        let Some(range) = range_of(obj)? else { return Ok(()) };
+        self.pool.check_holds(&range)?;
+        defer_to(py, &range, event)
+    }
+
+    /// List the blocks that have an owner: address, nbytes (in pages), generation and origin of each, with debug=True.
+    ///
+    /// The generation counts how often a block at that address was handed out; the origin is where in Python it was.
+    /// ValueError: without debug=True nothing is kept of them.
+    ///
+    /// >>> from pinpool import PinnedPool
+    /// >>> pool = PinnedPool("host", debug=True)
+    /// >>> array = pool.empty(100)
+    /// >>> [(block["nbytes"], block["generation"]) for block in pool.live_blocks()]
+    /// [(4096, 1)]
+    fn live_blocks<'py>(&self, py: Python<'py>) -> PyResult<Vec<Bound<'py, PyDict>>> {
+        if !self.pool.options().debug {
+            return Err(PyValueError::new_err("live_blocks needs a pool made with debug=True"));
+        }
+        let describe = |block: LiveBlock| {
+            let dict = PyDict::new(py);
+            dict.set_item("address", block.address)?;
+            dict.set_item("nbytes", block.len)?;
+            dict.set_item("generation", block.generation)?;
+            dict.set_item("origin", block.origin.as_deref())?;
+            Ok(dict)
+        };
+        self.pool.live_blocks().into_iter().map(describe).collect()
+    }
+
     /// Grow the pool by `nbytes` ahead of use, all or nothing.
     ///
     /// `progress`: a callable of (bytes done, bytes in all), or True for a tqdm bar when tqdm is installed. Ctrl-C and
@@ -222,8 +282,9 @@ impl PinnedPool {
 
     /// Tell what the pool holds now, in bytes and counts.
     ///
-    /// Reserved is allocated + cached + pending + leaked; reserved / requested is the waste. `os_calls` counts the
-    /// memory system calls that pinpool has made in this process.
+    /// Reserved is allocated + cached + pending + quarantined + leaked; reserved / requested is the waste. Pending memory
+    /// waits for device work or a driver; in quarantine is what nobody knows the device work of, and `quarantine_reason`
+    /// says why. `os_calls` counts the memory system calls that pinpool has made in this process.
     ///
     /// >>> from pinpool import PinnedPool
     /// >>> pool = PinnedPool()
@@ -239,6 +300,7 @@ impl PinnedPool {
             ("pending_bytes", stats.pending_bytes),
             ("reserved_bytes", stats.reserved_bytes),
             ("locked_bytes", stats.locked_bytes),
+            ("quarantined_bytes", stats.quarantined_bytes),
             ("leaked_bytes", stats.leaked_bytes),
             ("max_bytes", stats.max_bytes),
             ("peak_reserved_bytes", stats.peak_reserved_bytes),
@@ -250,6 +312,7 @@ impl PinnedPool {
         let dict = PyDict::new(py);
         numbers.iter().try_for_each(|(name, number)| dict.set_item(name, number))?;
         dict.set_item("registered_bytes", stats.registered_bytes)?;
+        dict.set_item("quarantine_reason", stats.quarantine_reason)?;
         dict.set_item("unregistered", stats.unregistered.or_else(|| self.unregistered.clone()))?;
         dict.set_item("process_leaked_bytes", crate::pinned::leaked_bytes())?;
         dict.set_item("pages", stats.pages.name())?;

@@ -1,9 +1,11 @@
 //! CUDA: `cuMemHostRegister` through the driver API, in the primary context of one device.
 //!
 //! Registrations are portable: one serves every CUDA device. The primary context is retained while the device is open
-//! here or a registration of ours lives, and is current on the calling thread only during a call.
+//! here or a registration or an event of ours lives, and is current on the calling thread only during a call. Calls that
+//! CUDA forbids while somebody captures a graph are made so that they break no capture.
 #![allow(unsafe_code)] // calls the driver
 
+mod event;
 mod sys;
 
 use std::ffi::{CStr, c_int};
@@ -11,10 +13,11 @@ use std::ptr::null_mut;
 use std::sync::Arc;
 
 use super::load::{absent, unavailable};
-use super::{Device, DeviceId, Ending, Found, Method, Request, Sizes, Vendor};
+use super::{Device, DeviceId, Ending, Event, Found, Method, Request, Sizes, Stream, Vendor};
 use crate::error::{Error, Result};
 use crate::{limits, os};
-use sys::{Code, Functions};
+use event::IdleEvents;
+use sys::{Code, Context, Events, Functions};
 
 const TITLE: &str = "CUDA";
 const GIB: usize = 1 << 30;
@@ -44,7 +47,7 @@ impl Driver {
     fn load(library: &str) -> Result<Self> {
         let functions = Functions::load(library)?;
         // SAFETY: the first call that the driver asks for.
-        match unsafe { (functions.init)(0) } {
+        match unsafe { (functions.memory.init)(0) } {
             sys::SUCCESS => Ok(Self { functions }),
             code @ sys::NO_DEVICE => Err(absent(TITLE, &init_refusal(library, code))),
             code => Err(unavailable(TITLE, &init_refusal(library, code))),
@@ -54,7 +57,7 @@ impl Driver {
     fn find(&self) -> Result<Vec<Found>> {
         let mut count = 0;
         // SAFETY: the driver fills the number that we own.
-        self.check("cuDeviceGetCount", 0, None, unsafe { (self.functions.device_count)(&raw mut count) })?;
+        self.check("cuDeviceGetCount", 0, None, unsafe { (self.functions.memory.device_count)(&raw mut count) })?;
         (0..count).map(|ordinal| self.describe(ordinal)).collect()
     }
 
@@ -62,7 +65,7 @@ impl Driver {
         let (device, id) = self.identify(ordinal)?;
         let mut name = [0; 256];
         // SAFETY: the driver writes at most the length that it is told, and ends with a zero.
-        let code = unsafe { (self.functions.device_name)(name.as_mut_ptr(), name.len() as c_int - 1, device) };
+        let code = unsafe { (self.functions.memory.device_name)(name.as_mut_ptr(), name.len() as c_int - 1, device) };
         self.check("cuDeviceGetName", 0, Some(id), code)?;
         // SAFETY: the last byte is still zero.
         let name = unsafe { CStr::from_ptr(name.as_ptr()) }.to_string_lossy().into_owned();
@@ -72,10 +75,10 @@ impl Driver {
     fn identify(&self, ordinal: c_int) -> Result<(c_int, DeviceId)> {
         let mut device = 0;
         // SAFETY: the driver fills the number that we own.
-        self.check("cuDeviceGet", 0, None, unsafe { (self.functions.device)(&raw mut device, ordinal) })?;
+        self.check("cuDeviceGet", 0, None, unsafe { (self.functions.memory.device)(&raw mut device, ordinal) })?;
         let mut uuid = [0; 16];
         // SAFETY: the driver fills the sixteen bytes that we own.
-        self.check("cuDeviceGetUuid", 0, None, unsafe { (self.functions.device_uuid)(&raw mut uuid, device) })?;
+        self.check("cuDeviceGetUuid", 0, None, unsafe { (self.functions.memory.device_uuid)(&raw mut uuid, device) })?;
         Ok((device, DeviceId { kind: VENDOR.kind, ordinal: ordinal as u32, uuid }))
     }
 
@@ -96,7 +99,7 @@ impl Driver {
     fn attribute(&self, device: c_int, attribute: c_int) -> c_int {
         let mut value = 0;
         // SAFETY: the driver fills the number that we own.
-        let code = unsafe { (self.functions.device_attribute)(&raw mut value, attribute, device) };
+        let code = unsafe { (self.functions.memory.device_attribute)(&raw mut value, attribute, device) };
         if code == sys::SUCCESS { value } else { 0 }
     }
 
@@ -104,13 +107,21 @@ impl Driver {
     fn current(&self) -> Option<u32> {
         let (mut context, mut device) = (null_mut(), 0);
         // SAFETY: the driver fills the pointer that we own.
-        let known = unsafe { (self.functions.current_context)(&raw mut context) } == sys::SUCCESS;
+        let known = unsafe { (self.functions.memory.current_context)(&raw mut context) } == sys::SUCCESS;
         if !known || context.is_null() {
             return None;
         }
         // SAFETY: the driver fills the number that we own.
-        let known = unsafe { (self.functions.current_device)(&raw mut device) } == sys::SUCCESS;
+        let known = unsafe { (self.functions.memory.current_device)(&raw mut device) } == sys::SUCCESS;
         known.then_some(device as u32)
+    }
+
+    fn relax_capture(&self) -> Option<Relaxed<'_>> {
+        let events = self.functions.events.as_ref().ok()?;
+        let mut mode = sys::CAPTURE_MODE_RELAXED;
+        // SAFETY: the driver swaps the number that we own.
+        let swapped = unsafe { (events.exchange_capture_mode)(&raw mut mode) } == sys::SUCCESS;
+        swapped.then_some(Relaxed { events, callers: mode })
     }
 
     fn check(&self, call: &'static str, bytes: usize, device: Option<DeviceId>, code: Code) -> Result<()> {
@@ -119,7 +130,7 @@ impl Driver {
         }
         let mut name = std::ptr::null();
         // SAFETY: the driver points to a text of its own, or to nothing.
-        unsafe { (self.functions.error_name)(code, &raw mut name) };
+        unsafe { (self.functions.memory.error_name)(code, &raw mut name) };
         let code_name = if name.is_null() {
             "an unknown code".to_owned()
         } else {
@@ -147,6 +158,7 @@ struct CudaDevice {
     context: sys::Context,
     read_only: bool,
     sizes: Sizes,
+    idle_events: IdleEvents,
     fork_generation: u64,
 }
 
@@ -168,26 +180,63 @@ impl CudaDevice {
         let fork_generation = os::fork_generation();
         let mut context = null_mut();
         // SAFETY: the driver fills the pointer that we own.
-        let code = unsafe { (driver.functions.retain_context)(&raw mut context, device) };
+        let code = unsafe { (driver.functions.memory.retain_context)(&raw mut context, device) };
         driver.check("cuDevicePrimaryCtxRetain", 0, Some(id), code)?;
-        Ok(Self { driver, id, device, context, read_only, sizes: sizes_on(limits::kernel_release()), fork_generation })
+        let (sizes, idle_events) = (sizes_on(limits::kernel_release()), IdleEvents::default());
+        Ok(Self { driver, id, device, context, read_only, sizes, idle_events, fork_generation })
     }
 
     /// Runs a call with our context current, and puts the caller's back.
-    fn in_context(&self, call: &'static str, bytes: usize, run: impl FnOnce(&Functions) -> Code) -> Result<()> {
-        if self.fork_generation != os::fork_generation() {
-            let why = "the device was opened by the parent process, and CUDA does not outlive a fork; use spawn";
-            return Err(Error::unsupported(format!("registering memory with {} in a forked child", self.id), why));
+    fn in_context(&self, call: &'static str, bytes: usize, run: impl FnOnce() -> Code) -> Result<()> {
+        self.check_process("registering memory")?;
+        let _relaxed = self.driver.relax_capture();
+        let _entered = self.enter(self.context, bytes)?;
+        self.driver.check(call, bytes, Some(self.id), run())
+    }
+
+    fn check_process(&self, what: &str) -> Result<()> {
+        if self.is_ours() {
+            return Ok(());
         }
-        let functions = &self.driver.functions;
-        // SAFETY: the context is retained.
-        let pushed = unsafe { (functions.push_context)(self.context) };
+        let why = "the device was opened by the parent process, and CUDA does not outlive a fork; use spawn";
+        Err(Error::unsupported(format!("{what} with {} in a forked child", self.id), why))
+    }
+
+    /// Whether this is the process that opened the device.
+    fn is_ours(&self) -> bool {
+        self.fork_generation == os::fork_generation()
+    }
+
+    /// Makes a context current while the result lives.
+    fn enter(&self, context: Context, bytes: usize) -> Result<Entered<'_>> {
+        // SAFETY: the context is one of the driver's; what it is worth, the driver says.
+        let pushed = unsafe { (self.driver.functions.memory.push_context)(context) };
         self.driver.check("cuCtxPushCurrent", bytes, Some(self.id), pushed)?;
-        let code = run(functions);
+        Ok(Entered(&self.driver))
+    }
+}
+
+/// A context that was made current; the caller's is back when this is dropped.
+struct Entered<'a>(&'a Driver);
+
+impl Drop for Entered<'_> {
+    fn drop(&mut self) {
         let mut popped = null_mut();
-        // SAFETY: pops what was pushed above.
-        unsafe { (functions.pop_context)(&raw mut popped) };
-        self.driver.check(call, bytes, Some(self.id), code)
+        // SAFETY: pops what was pushed.
+        unsafe { (self.0.functions.memory.pop_context)(&raw mut popped) };
+    }
+}
+
+/// The calling thread's calls neither break a capture nor are they forbidden by one, while this lives.
+struct Relaxed<'a> {
+    events: &'a Events,
+    callers: c_int,
+}
+
+impl Drop for Relaxed<'_> {
+    fn drop(&mut self) {
+        // SAFETY: the driver swaps the number that we own.
+        unsafe { (self.events.exchange_capture_mode)(&raw mut self.callers) };
     }
 }
 
@@ -226,17 +275,18 @@ impl Device for CudaDevice {
             let why = "the device lacks READ_ONLY_HOST_REGISTER_SUPPORTED; map the memory writable, or copy it";
             return Err(Error::unsupported(format!("registering read-only memory with {}", self.id), why));
         }
-        self.in_context("cuMemHostRegister", request.len, |functions| {
+        self.in_context("cuMemHostRegister", request.len, || {
             let flags = sys::REGISTER_PORTABLE | read_only;
             // SAFETY: the range is mapped, and stays so until it is unregistered: `pinned` sees to that.
-            unsafe { (functions.register)(request.address as *mut _, request.len, flags) }
+            unsafe { (self.driver.functions.memory.register)(request.address as *mut _, request.len, flags) }
         })
     }
 
     fn unregister(&self, request: &Request) -> Result<Ending> {
+        let _relaxed = self.driver.relax_capture();
         // Any context will do for this call, or none. So it also works while the process is being torn down.
         // SAFETY: the base address of a registration of ours.
-        match unsafe { (self.driver.functions.unregister)(request.address as *mut _) } {
+        match unsafe { (self.driver.functions.memory.unregister)(request.address as *mut _) } {
             // A driver that is gone, or that does not know the range, maps it no more.
             sys::SUCCESS | sys::DEINITIALIZED | sys::NOT_REGISTERED => Ok(Ending::Done),
             code => self.driver.check("cuMemHostUnregister", request.len, Some(self.id), code).map(|()| Ending::Done),
@@ -246,15 +296,24 @@ impl Device for CudaDevice {
     fn has_forgotten(&self, _: &Request) -> bool {
         true
     }
+
+    fn record(self: Arc<Self>, stream: Stream) -> Result<Arc<dyn Event>> {
+        event::record(self, stream)
+    }
+
+    fn current_ordinal(&self) -> Option<u32> {
+        self.driver.current()
+    }
 }
 
 impl Drop for CudaDevice {
     fn drop(&mut self) {
-        if self.fork_generation != os::fork_generation() {
+        if !self.is_ours() {
             return; // the context is the parent's
         }
+        self.destroy_idle_events();
         // SAFETY: retained once in `open`. An answer that the driver is gone is fine.
-        unsafe { (self.driver.functions.release_context)(self.device) };
+        unsafe { (self.driver.functions.memory.release_context)(self.device) };
     }
 }
 
@@ -297,6 +356,7 @@ fn advice(code: Code) -> &'static str {
             "the range is not plain memory (device memory, I/O memory, or memory from cudaMallocHost)"
         }
         sys::DEINITIALIZED => "the driver is shutting down",
+        sys::INVALID_HANDLE => "there is no such stream (any more); pass a live torch.cuda.Stream, or its handle",
         _ => "see the code's text in NVIDIA's documentation of the driver API",
     }
 }

@@ -1,0 +1,179 @@
+//! Events: when the work that a stream was given is done.
+//!
+//! An event belongs to the context of its stream, which may be of another device than the one that is open here. Creating
+//! events takes the driver's locks, so those that have served are kept for the next stream of their context.
+
+use std::fmt;
+use std::ptr::null_mut;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use super::sys::{self, Context, Events};
+use super::{CudaDevice, Driver};
+use crate::driver::{Event, Place, Stream};
+use crate::error::{Error, Result};
+
+/// Events that nobody waits for.
+#[derive(Default)]
+pub(super) struct IdleEvents(Mutex<Vec<Handle>>);
+
+/// An event of the driver's, and the context that it works in.
+#[derive(Clone, Copy)]
+struct Handle {
+    event: sys::Event,
+    context: Context,
+}
+
+/// An event that was recorded.
+struct CudaEvent {
+    device: Arc<CudaDevice>,
+    handle: Handle,
+    place: Option<Place>,
+    /// It answered with an error: nothing is known of it.
+    failed: AtomicBool,
+}
+
+// SAFETY: the driver's handles may be used from any thread.
+unsafe impl Send for CudaEvent {}
+// SAFETY: as above; the driver does its own locking.
+unsafe impl Sync for CudaEvent {}
+
+/// Records an event on a stream. See [`Device::record`](crate::driver::Device::record).
+pub(super) fn record(device: Arc<CudaDevice>, stream: Stream) -> Result<Arc<dyn Event>> {
+    device.check_process("recording a stream")?;
+    let place = next_place(); // taken now: of two events, the later number is recorded after the earlier one's copies
+    let handle = device.record_on(stream)?;
+    let queue = (handle.context as usize, stream);
+    let place = (stream != sys::STREAM_PER_THREAD).then_some(Place { queue, number: place });
+    Ok(Arc::new(CudaEvent { device, handle, place, failed: AtomicBool::new(false) }))
+}
+
+fn next_place() -> u64 {
+    static NUMBERS: AtomicU64 = AtomicU64::new(0);
+    NUMBERS.fetch_add(1, Ordering::Relaxed)
+}
+
+impl CudaDevice {
+    fn record_on(&self, stream: Stream) -> Result<Handle> {
+        let events = self.events()?;
+        let _relaxed = self.driver.relax_capture();
+        let context = self.context_of(events, stream)?;
+        let _entered = self.enter(context, 0)?;
+        self.check_not_capturing(events, stream)?;
+        if let Some(idle) = self.take_idle_event(context) {
+            match self.record_event(events, idle, stream) {
+                Ok(()) => return Ok(idle),
+                // Perhaps the context that it was made in is gone, and this one has the same address.
+                Err(_) => self.destroy_event(idle),
+            }
+        }
+        let mut event = null_mut();
+        // SAFETY: the driver fills the pointer that we own.
+        let created = unsafe { (events.create)(&raw mut event, sys::EVENT_DISABLE_TIMING) };
+        self.driver.check("cuEventCreate", 0, Some(self.id), created)?;
+        let made = Handle { event, context };
+        self.record_event(events, made, stream).inspect_err(|_| self.destroy_event(made))?;
+        Ok(made)
+    }
+
+    fn events(&self) -> Result<&Events> {
+        let missing = |why: &String| Error::unsupported(format!("recording a stream of {}", self.id), why.clone());
+        self.driver.functions.events.as_ref().map_err(missing)
+    }
+
+    /// The context of a stream: of a default stream the one that is current, or else the device's.
+    fn context_of(&self, events: &Events, stream: Stream) -> Result<Context> {
+        let mut context = null_mut();
+        if stream <= sys::STREAM_PER_THREAD {
+            // SAFETY: the driver fills the pointer that we own.
+            unsafe { (self.driver.functions.memory.current_context)(&raw mut context) };
+            return Ok(if context.is_null() { self.context } else { context });
+        }
+        // SAFETY: the driver fills the pointer that we own, and says when there is no such stream.
+        let code = unsafe { (events.stream_context)(stream, &raw mut context) };
+        self.driver.check("cuStreamGetCtx", 0, Some(self.id), code).map(|()| context)
+    }
+
+    fn check_not_capturing(&self, events: &Events, stream: Stream) -> Result<()> {
+        let mut status = sys::CAPTURE_NONE;
+        // SAFETY: the driver fills the number that we own.
+        match unsafe { (events.is_capturing)(stream, &raw mut status) } {
+            sys::CAPTURE_IMPLICIT => return Err(Error::Captured { stream }), // another stream of this context is
+            code => self.driver.check("cuStreamIsCapturing", 0, Some(self.id), code)?,
+        }
+        if status == sys::CAPTURE_NONE { Ok(()) } else { Err(Error::Captured { stream }) }
+    }
+
+    fn record_event(&self, events: &Events, handle: Handle, stream: Stream) -> Result<()> {
+        // SAFETY: an event of the context that is current; what the stream is worth, the driver says.
+        let code = unsafe { (events.record)(handle.event, stream) };
+        self.driver.check("cuEventRecord", 0, Some(self.id), code)
+    }
+
+    fn take_idle_event(&self, context: Context) -> Option<Handle> {
+        let mut idle = self.idle_events.lock();
+        let found = idle.iter().rposition(|handle| handle.context == context)?;
+        Some(idle.swap_remove(found))
+    }
+
+    fn destroy_event(&self, handle: Handle) {
+        if let Ok(events) = &self.driver.functions.events {
+            // SAFETY: nobody uses the event any more. Whatever the answer, it is forgotten here.
+            unsafe { (events.destroy)(handle.event) };
+        }
+    }
+
+    pub(super) fn destroy_idle_events(&self) {
+        let idle = std::mem::take(&mut *self.idle_events.lock());
+        idle.into_iter().for_each(|handle| self.destroy_event(handle));
+    }
+}
+
+impl IdleEvents {
+    fn lock(&self) -> MutexGuard<'_, Vec<Handle>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Event for CudaEvent {
+    fn query(&self) -> std::result::Result<bool, String> {
+        let driver: &Driver = &self.device.driver;
+        let (true, Ok(events)) = (self.device.is_ours(), &driver.functions.events) else {
+            return Ok(false); // a forked child cannot know
+        };
+        let _relaxed = driver.relax_capture();
+        // SAFETY: the event lives as long as this value.
+        match unsafe { (events.query)(self.handle.event) } {
+            sys::SUCCESS | sys::DEINITIALIZED => Ok(true), // a driver that is gone moves no more bytes
+            sys::NOT_READY => Ok(false),
+            code => {
+                self.failed.store(true, Ordering::Relaxed);
+                let checked = driver.check("cuEventQuery", 0, Some(self.device.id), code);
+                Err(checked.map_or_else(|error| error.to_string(), |()| String::new()))
+            }
+        }
+    }
+
+    fn place(&self) -> Option<Place> {
+        self.place
+    }
+}
+
+impl Drop for CudaEvent {
+    fn drop(&mut self) {
+        if !self.device.is_ours() {
+            return; // it is the parent's
+        }
+        if self.failed.load(Ordering::Relaxed) {
+            self.device.destroy_event(self.handle);
+        } else {
+            self.device.idle_events.lock().push(self.handle);
+        }
+    }
+}
+
+impl fmt::Debug for CudaEvent {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("CudaEvent").field("device", &self.device.id).field("place", &self.place).finish()
+    }
+}

@@ -1,0 +1,93 @@
+//! Blocks that came back and cannot be reused yet: device work may use them, or their pages are unlocked.
+//!
+//! A block waits for one event at a time. Where that event is in a queue, it stands in line behind the blocks that wait
+//! for earlier ones, so that a look at the pool's pending blocks asks the first of each line, however many there are.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Instant;
+
+use super::record::Record;
+use crate::driver::Place;
+
+pub(super) type Queue = (usize, usize);
+
+#[derive(Debug, Default)]
+pub(super) struct Pending {
+    lines: BTreeMap<Queue, BTreeMap<u64, Arc<Record>>>,
+    /// By their addresses: what is in no line.
+    others: BTreeMap<usize, Arc<Record>>,
+    bytes: usize,
+}
+
+/// Where a pending block is.
+#[derive(Clone, Debug)]
+pub(super) struct Waiting {
+    pub(super) record: Arc<Record>,
+    /// Its place in a line; none: it is among the others.
+    place: Option<Place>,
+}
+
+impl Waiting {
+    /// Whether it waits for what it waited for when it was put there.
+    pub(super) fn is_in_its_place(&self) -> bool {
+        self.record.place() == self.place
+    }
+}
+
+impl Pending {
+    pub(super) fn add(&mut self, record: Arc<Record>) {
+        self.bytes += record.len;
+        match record.place() {
+            Some(Place { queue, number }) => self.lines.entry(queue).or_default().insert(number, record),
+            None => self.others.insert(record.address, record),
+        };
+    }
+
+    /// Takes a block out. False: another thread has done so.
+    pub(super) fn take(&mut self, waiting: &Waiting) -> bool {
+        let taken = match waiting.place {
+            Some(Place { queue, number }) => self.lines.get_mut(&queue).and_then(|line| line.remove(&number)),
+            None => self.others.remove(&waiting.record.address),
+        };
+        if let Some(Place { queue, .. }) = waiting.place
+            && self.lines.get(&queue).is_some_and(BTreeMap::is_empty)
+        {
+            self.lines.remove(&queue);
+        }
+        self.bytes -= taken.as_ref().map_or(0, |record| record.len);
+        taken.is_some()
+    }
+
+    pub(super) fn queues(&self) -> Vec<Queue> {
+        self.lines.keys().copied().collect()
+    }
+
+    /// The first in a line.
+    pub(super) fn first(&self, queue: Queue) -> Option<Waiting> {
+        let (&number, record) = self.lines.get(&queue)?.first_key_value()?;
+        Some(Waiting { record: Arc::clone(record), place: Some(Place { queue, number }) })
+    }
+
+    /// Those in no line.
+    pub(super) fn others(&self) -> Vec<Waiting> {
+        self.others.values().map(|record| Waiting { record: Arc::clone(record), place: None }).collect()
+    }
+
+    pub(super) fn records(&self) -> impl Iterator<Item = &Arc<Record>> {
+        self.lines.values().flat_map(BTreeMap::values).chain(self.others.values())
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.lines.is_empty() && self.others.is_empty()
+    }
+
+    pub(super) fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// When the oldest event of them all was recorded.
+    pub(super) fn since(&self) -> Option<Instant> {
+        self.records().filter_map(|record| record.in_flight_since()).min()
+    }
+}
