@@ -153,7 +153,9 @@ impl Inner {
         let (ready, refused): (Vec<_>, Vec<_>) = settled.into_iter().partition(is_ready);
         if !refused.is_empty() {
             let mut store = self.store();
-            refused.into_iter().for_each(|record| store.pending.add(record));
+            for record in refused {
+                store.pending.add(record);
+            }
         }
         ready
     }

@@ -18,7 +18,7 @@ use crate::pool;
 struct PythonEvent(Py<PyAny>);
 
 impl PythonEvent {
-    fn new(event: &Bound<'_, PyAny>) -> PyResult<Arc<dyn Event>> {
+    fn of(event: &Bound<'_, PyAny>) -> PyResult<Arc<dyn Event>> {
         let query = event.getattr_opt("query")?;
         if query.is_some_and(|query| query.is_callable()) {
             return Ok(Arc::new(Self(event.clone().unbind())));
@@ -104,7 +104,7 @@ pub(super) fn record(py: Python<'_>, range: &Range<usize>, stream: Option<&Bound
 
 /// Keeps the block that holds a range from reuse until an event is done.
 pub(super) fn defer_to(py: Python<'_>, range: &Range<usize>, event: &Bound<'_, PyAny>) -> PyResult<()> {
-    let event = PythonEvent::new(event)?;
+    let event = PythonEvent::of(event)?;
     Ok(py.detach(|| pool::defer(range, event))?)
 }
 

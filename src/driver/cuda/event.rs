@@ -125,7 +125,9 @@ impl CudaDevice {
 
     pub(super) fn destroy_idle_events(&self) {
         let idle = std::mem::take(&mut *self.idle_events.lock());
-        idle.into_iter().for_each(|handle| self.destroy_event(handle));
+        for handle in idle {
+            self.destroy_event(handle);
+        }
     }
 }
 
@@ -174,6 +176,6 @@ impl Drop for CudaEvent {
 
 impl fmt::Debug for CudaEvent {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("CudaEvent").field("device", &self.device.id).field("place", &self.place).finish()
+        f.debug_struct("CudaEvent").field("device", &self.device.id).field("place", &self.place).finish_non_exhaustive()
     }
 }
