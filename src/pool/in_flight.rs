@@ -1,8 +1,10 @@
 //! The device work that may still use a block, and what is known of its end.
 
+use std::cell::Cell;
 use std::sync::Arc;
 use std::time::Instant;
 
+use super::sync::thread_local;
 use crate::driver::{Event, Place};
 use crate::error::Error;
 
@@ -133,5 +135,26 @@ impl InFlight {
             Some(unknown) => Known::Never(unknown.reason.clone()),
             None => Known::Done,
         }
+    }
+}
+
+thread_local! {
+    static IS_ASKING: Cell<bool> = const { Cell::new(false) };
+}
+
+/// This thread asks events, while this lives.
+pub(super) struct Asking;
+
+impl Asking {
+    /// `None`: it does so already.
+    pub(super) fn begin() -> Option<Self> {
+        let begun = IS_ASKING.with(|is_asking| !is_asking.replace(true));
+        begun.then_some(Self)
+    }
+}
+
+impl Drop for Asking {
+    fn drop(&mut self) {
+        IS_ASKING.with(|is_asking| is_asking.set(false));
     }
 }

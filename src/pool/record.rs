@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use super::cache::Lease;
-use super::in_flight::{InFlight, Known};
+use super::in_flight::{Asking, InFlight, Known};
 use super::sync::{AtomicU8, Mutex, MutexGuard, Ordering, lock};
 use crate::driver::{Event, Place};
 use crate::error::{Error, Result};
@@ -144,8 +144,10 @@ impl Record {
         self.state.fetch_or(IN_FLIGHT, Ordering::AcqRel);
     }
 
-    /// Asks the events of the block. No lock is held meanwhile: drivers and Python have locks of their own.
+    /// Asks the events of the block. No lock is held meanwhile: drivers and Python have locks of their own. An event that
+    /// uses a pool while it is asked finds every block busy, or it would be asked again, and again.
     pub(super) fn look(&self) -> Known {
+        let Some(_asking) = Asking::begin() else { return Known::Busy };
         let events = self.in_flight().events();
         let answers = events.into_iter().map(|event| (Arc::clone(&event), event.query())).collect();
         let mut in_flight = self.in_flight();

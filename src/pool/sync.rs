@@ -5,10 +5,14 @@
 pub(super) use loom::sync::atomic::{AtomicU8, AtomicUsize, Ordering};
 #[cfg(loom)]
 pub(super) use loom::sync::{Condvar, Mutex, MutexGuard};
+#[cfg(loom)]
+pub(super) use loom::thread_local;
 #[cfg(not(loom))]
 pub(super) use std::sync::atomic::{AtomicU8, AtomicUsize, Ordering};
 #[cfg(not(loom))]
 pub(super) use std::sync::{Condvar, Mutex, MutexGuard};
+#[cfg(not(loom))]
+pub(super) use std::thread_local;
 
 use std::sync::PoisonError;
 
