@@ -14,7 +14,6 @@ use pinpool::driver::{Event, Place};
 use pinpool::pool::{defer, is_live, record_stream, unpin};
 use pinpool::{Block, Error, Pool, Stats};
 
-const WAITING: u8 = 0;
 const DONE: u8 = 1;
 const FAILED: u8 = 2;
 
@@ -339,7 +338,9 @@ fn threads_that_look_at_once_hand_a_block_out_once() {
                 let (sender, pool) = (sender.clone(), &pool);
                 scope.spawn(move || (0..8).for_each(|_| sender.send(pool.take(page()).expect("room")).expect("heard")));
             }
-            works.iter().for_each(|work| work.end());
+            for work in &works {
+                work.end();
+            }
         });
         drop(sender);
         let blocks: Vec<Block> = taken.iter().collect();
