@@ -13,7 +13,7 @@ use std::sync::Arc;
 use libloading::Library;
 use pinpool::driver::{Device, Vendor, vendor};
 
-/// Everything that pinpool calls.
+/// Everything that pinpool calls to register memory, where no failure is to go unnoticed. [`EVENT_CALLS`] are others.
 pub(crate) const CALLS: [&str; 15] = [
     "cuInit",
     "cuDeviceGetCount",
@@ -32,6 +32,18 @@ pub(crate) const CALLS: [&str; 15] = [
     "cuGetErrorName",
 ];
 
+/// What pinpool calls besides to follow the work of streams. The first is made around other calls too, which can do
+/// without.
+pub(crate) const EVENT_CALLS: [&str; 7] = [
+    "cuThreadExchangeStreamCaptureMode",
+    "cuStreamGetCtx",
+    "cuStreamIsCapturing",
+    "cuEventCreate",
+    "cuEventRecord",
+    "cuEventQuery",
+    "cuEventDestroy_v2",
+];
+
 /// CUDA, as pinpool knows it.
 pub(crate) fn cuda() -> &'static Vendor {
     vendor("cuda").expect("a kind of device")
@@ -41,6 +53,7 @@ pub(crate) fn cuda() -> &'static Vendor {
 pub(crate) struct Fake {
     library: Library,
     path: String,
+    queues: Queues,
 }
 
 impl Fake {
@@ -54,7 +67,8 @@ impl Fake {
         let path = compiled(missing).into_os_string().into_string().expect("UTF-8");
         // SAFETY: the fake has no initializers that do anything.
         let library = unsafe { Library::new(&path) }.expect("the fake was compiled just now");
-        let fake = Self { library, path };
+        let queues = Queues::of(&library);
+        let fake = Self { library, path, queues };
         fake.reset(devices);
         fake
     }
@@ -73,9 +87,7 @@ impl Fake {
     }
 
     fn function<T: Copy>(&self, name: &str) -> T {
-        let name = CString::new(name).expect("a symbol");
-        // SAFETY: each caller below names the signature that `fake_cuda.rs` gives the function.
-        *unsafe { self.library.get::<T>(name.as_c_str()) }.expect("the fake has it")
+        function(&self.library, name)
     }
 
     pub(crate) fn reset(&self, devices: u32) {
@@ -94,6 +106,17 @@ impl Fake {
         self.function::<extern "C" fn(*const c_char, u32, u32)>("fake_fail")(call.as_ptr(), nth, code);
     }
 
+    /// Holds calls of this name back, as a driver that takes its time, or lets them go.
+    pub(crate) fn hold(&self, call: &str, hold: bool) {
+        let call = CString::new(call).expect("a name");
+        self.function::<extern "C" fn(*const c_char, c_int)>("fake_hold")(call.as_ptr(), hold.into());
+    }
+
+    /// Threads that are held back.
+    pub(crate) fn held(&self) -> u64 {
+        self.function::<extern "C" fn() -> u64>("fake_held")()
+    }
+
     pub(crate) fn teardown(&self) {
         self.function::<extern "C" fn()>("fake_teardown")();
     }
@@ -101,6 +124,11 @@ impl Fake {
     /// Somebody destroys the primary context under those who retain it.
     pub(crate) fn reset_context(&self, device: c_int) {
         self.function::<extern "C" fn(c_int)>("fake_reset_context")(device);
+    }
+
+    /// A fault of the device: what works in its primary context answers this code, and what is queued is never done.
+    pub(crate) fn break_context(&self, device: c_int, code: u32) {
+        self.function::<extern "C" fn(c_int, u32)>("fake_break_context")(device, code);
     }
 
     pub(crate) fn calls(&self, call: &str) -> u64 {
@@ -125,6 +153,21 @@ impl Fake {
     /// Whether one registered range holds all these bytes.
     pub(crate) fn is_live(&self, start: usize, bytes: usize) -> bool {
         self.function::<extern "C" fn(usize, usize) -> c_int>("fake_is_live")(start, bytes) == 1
+    }
+
+    /// Events that exist.
+    pub(crate) fn live_events(&self) -> u64 {
+        self.function::<extern "C" fn() -> u64>("fake_live_events")()
+    }
+
+    /// Streams that were created and not destroyed.
+    pub(crate) fn live_streams(&self) -> u64 {
+        self.function::<extern "C" fn() -> u64>("fake_live_streams")()
+    }
+
+    /// Copies and events that streams have yet to do.
+    pub(crate) fn pending_work(&self) -> u64 {
+        self.function::<extern "C" fn() -> u64>("fake_pending_work")()
     }
 
     pub(crate) fn retained(&self, device: c_int) -> u64 {
@@ -179,6 +222,68 @@ impl Fake {
         assert_eq!(self.function::<extern "C" fn(c_int) -> u32>("cuDevicePrimaryCtxRelease_v2")(device), 0);
     }
 
+    /// Somebody creates a stream of this context, as torch does: one that the legacy default stream does not wait for.
+    pub(crate) fn stream_create(&self, context: usize) -> usize {
+        const NON_BLOCKING: u32 = 1;
+        self.create_stream(context, NON_BLOCKING)
+    }
+
+    /// One that the legacy default stream waits for, so that this one cannot be used while the other is captured.
+    pub(crate) fn blocking_stream_create(&self, context: usize) -> usize {
+        self.create_stream(context, 0)
+    }
+
+    fn create_stream(&self, context: usize, flags: u32) -> usize {
+        let (mut stream, bare) = (0, self.bare());
+        let create = self.function::<extern "C" fn(*mut usize, u32) -> u32>("cuStreamCreate");
+        assert_eq!((bare.push(context), create(&raw mut stream, flags), bare.pop()), (0, 0, 0));
+        stream
+    }
+
+    /// Somebody destroys a stream. What is queued is still done.
+    pub(crate) fn stream_destroy(&self, stream: usize) {
+        assert_eq!(self.function::<extern "C" fn(usize) -> u32>("cuStreamDestroy_v2")(stream), 0);
+    }
+
+    /// Queues a copy, which is done when the stream comes to it, and answers a code. The caller vouches that both ends
+    /// are memory until then; of what is registered, the fake notices when it no longer is.
+    pub(crate) fn copy_async(&self, stream: usize, target: usize, source: usize, bytes: usize) -> u32 {
+        (self.queues.copy)(stream, target, source, bytes)
+    }
+
+    /// Lets a stream do so many of its copies and events, and says how many there were.
+    pub(crate) fn advance(&self, stream: usize, steps: u32) -> u64 {
+        (self.queues.advance)(stream, steps)
+    }
+
+    /// Lets all streams do all of their work.
+    pub(crate) fn advance_all(&self) -> u64 {
+        (self.queues.advance_all)()
+    }
+
+    /// This thread begins to capture the stream's work into a graph.
+    pub(crate) fn begin_capture(&self, stream: usize) {
+        assert_eq!(self.function::<extern "C" fn(usize) -> u32>("fake_begin_capture")(stream), 0);
+    }
+
+    /// Ends that. Answers 0, or 901 where a call has broken it.
+    pub(crate) fn end_capture(&self, stream: usize) -> u32 {
+        self.function::<extern "C" fn(usize) -> u32>("fake_end_capture")(stream)
+    }
+
+    /// What captures forbid this thread: 0, as at the start, unless somebody forgot to put it back.
+    pub(crate) fn capture_mode(&self) -> c_int {
+        const RELAXED: c_int = 2;
+        let exchange = self.function::<extern "C" fn(*mut c_int) -> u32>("cuThreadExchangeStreamCaptureMode");
+        let swap = |mut mode: c_int| {
+            assert_eq!(exchange(&raw mut mode), 0);
+            mode
+        };
+        let found = swap(RELAXED);
+        swap(found);
+        found
+    }
+
     /// The calls that somebody else in this process makes.
     pub(crate) fn bare(&self) -> Bare {
         Bare {
@@ -186,6 +291,30 @@ impl Fake {
             pop: self.function("cuCtxPopCurrent_v2"),
             register: self.function("cuMemHostRegister_v2"),
             unregister: self.function("cuMemHostUnregister"),
+        }
+    }
+}
+
+/// A function of the fake's.
+fn function<T: Copy>(library: &Library, name: &str) -> T {
+    let name = CString::new(name).expect("a symbol");
+    // SAFETY: each caller in this file names the signature that `fake_cuda.rs` gives the function.
+    *unsafe { library.get::<T>(name.as_c_str()) }.expect("the fake has it")
+}
+
+/// What a test calls so often that it is looked up beforehand.
+struct Queues {
+    copy: extern "C" fn(usize, usize, usize, usize) -> u32,
+    advance: extern "C" fn(usize, u32) -> u64,
+    advance_all: extern "C" fn() -> u64,
+}
+
+impl Queues {
+    fn of(library: &Library) -> Self {
+        Self {
+            copy: function(library, "fake_copy_async"),
+            advance: function(library, "fake_advance"),
+            advance_all: function(library, "fake_advance_all"),
         }
     }
 }

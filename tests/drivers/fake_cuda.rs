@@ -8,8 +8,8 @@
 //! What only a faulty client does is answered as the real driver answers it, and written down besides: [`fake_wrong`].
 //! What this file does not know (an attribute, an option) ends the process with a line on stderr.
 //!
-//! Old drivers lack symbols: `--cfg without_register`, `without_uuid_v2`, `without_context_stack` and `without_events`
-//! leave theirs out.
+//! Old drivers lack symbols: `--cfg without_register`, `without_uuid_v2`, `without_context_stack`, `without_events` and
+//! `without_capture_mode` leave theirs out.
 //!
 //! Simplified: contexts are primary ones; a default stream is one queue a context and waits for no other stream; what
 //! is queued is done when a test says so.
@@ -101,6 +101,7 @@ codes! {
     COMPAT_NOT_SUPPORTED_ON_DEVICE = 804, "forward compatibility was attempted on non supported HW";
     STREAM_CAPTURE_UNSUPPORTED = 900, "operation not permitted when stream is capturing";
     STREAM_CAPTURE_INVALIDATED = 901, "operation failed due to a previous error during capture";
+    STREAM_CAPTURE_IMPLICIT = 906, "operation would make the legacy stream depend on a capturing blocking stream";
     CAPTURED_EVENT = 907, "operation not permitted on an event last recorded in a capturing stream";
     UNKNOWN = 999, "unknown error";
 }
@@ -214,6 +215,7 @@ driver_api! {
         let own = driver.ranges.get(&start).is_some_and(|known| known.memory.is_some());
         driver.rule(own, INVALID_VALUE, "not memory of the driver's")?;
         driver.check_capture()?;
+        driver.check_faults(driver.ranges[&start].context)?;
         driver.ranges.remove(&start);
         Ok(())
     };
@@ -222,24 +224,32 @@ driver_api! {
     "cuPointerGetAttribute" 4000 Ready cuPointerGetAttribute(out: *mut c_void, attribute: i32, pointer: usize) =
         |driver| driver.pointer_attribute(out, attribute, pointer);
 
-    "cuStreamCreate" 2000 Ready cuStreamCreate(out: *mut Handle, _flags: u32) = |driver| {
+    "cuStreamCreate" 2000 Ready cuStreamCreate(out: *mut Handle, flags: u32) = |driver| {
         let (stream, context) = (new_handle(), driver.current()?);
+        driver.rule(flags <= NON_BLOCKING, INVALID_VALUE, "unknown flags")?;
         give(out, stream)?;
-        driver.streams.insert((stream, context), Stream::default());
+        driver.streams.insert((stream, context), Stream { blocking: flags != NON_BLOCKING, ..Stream::default() });
         Ok(())
     };
     "cuStreamDestroy" 4000 Ready cuStreamDestroy_v2(stream: Handle) = |driver| {
         driver.rule(stream > LAST_DEFAULT_STREAM, INVALID_HANDLE, "a default stream stays")?;
         let key = driver.stream(stream)?;
         driver.streams.entry(key).or_default().destroyed = true;
+        driver.captures.remove(&key);
         driver.advance(key, 0);
-        Ok(())
+        driver.check_faults(key.1)
     };
-    // 0 no, 1 yes, 2 yes but a call has broken it.
+    // Of a default stream: the context that is current.
+    #[cfg(not(without_events))]
+    "cuStreamGetCtx" 9020 Ready cuStreamGetCtx(stream: Handle, out: *mut Handle) =
+        |driver| give(out, driver.stream(stream)?.1);
+    // 0 no, 1 yes, 2 yes but a call has broken it. That the legacy default stream cannot be used breaks nothing here.
     "cuStreamIsCapturing" 10000 Ready cuStreamIsCapturing(stream: Handle, out: *mut u32) = |driver| {
         let key = driver.stream(stream)?;
-        give(out, driver.streams[&key].capture.as_ref().map_or(0, |capture| 1 + u32::from(capture.broken)))
+        ensure(driver.captures_ahead_of(key).next().is_none(), STREAM_CAPTURE_IMPLICIT)?;
+        give(out, driver.captures.get(&key).map_or(0, |capture| 1 + u32::from(capture.broken)))
     };
+    #[cfg(not(without_capture_mode))]
     "cuThreadExchangeStreamCaptureMode" 10010 Ready cuThreadExchangeStreamCaptureMode(mode: *mut CaptureMode) =
         |driver| driver.exchange_capture_mode(mode);
     #[cfg(not(without_events))]
@@ -257,9 +267,10 @@ driver_api! {
     // In any context or none. What is queued goes on.
     #[cfg(not(without_events))]
     "cuEventDestroy" 4000 Ready cuEventDestroy_v2(event: Handle) = |driver| {
-        let state = driver.event(event)?.state;
+        let (state, context) = (driver.event(event)?.state, driver.event(event)?.context);
         driver.events.remove(&event);
-        ensure(state != State::Lost, CONTEXT_IS_DESTROYED)
+        ensure(state != State::Lost, CONTEXT_IS_DESTROYED)?;
+        driver.check_faults(context)
     };
 }
 
@@ -373,6 +384,7 @@ struct Driver {
     /// First bytes of what a context took with it.
     lost: BTreeSet<usize>,
     streams: BTreeMap<StreamKey, Stream>,
+    captures: BTreeMap<StreamKey, Capture>,
     events: BTreeMap<Handle, Event>,
 
     calling: &'static str,
@@ -395,6 +407,8 @@ struct Primary {
 struct Context {
     device: i32,
     life: Life,
+    /// What it answers since a fault of the device; 0 before.
+    fault: Code,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -429,23 +443,34 @@ struct Known {
 /// A stream and its context: default streams are called the same in each.
 type StreamKey = (Handle, Handle);
 /// The legacy default stream is 0 and 1, the one per thread is 2.
+const LEGACY_STREAM: Handle = 0;
 const LAST_DEFAULT_STREAM: Handle = 2;
+/// Flag of a stream.
+const NON_BLOCKING: u32 = 1;
 
-#[derive(Default)]
 struct Stream {
     work: VecDeque<Work>,
-    capture: Option<Capture>,
+    /// The legacy default stream waits for it.
+    blocking: bool,
     /// Takes no more work; what is queued is still done.
     destroyed: bool,
 }
 
+impl Default for Stream {
+    fn default() -> Self {
+        Self { work: VecDeque::new(), blocking: true, destroyed: false }
+    }
+}
+
+/// A copy knows the first byte and the id of the ranges that it touches.
 enum Work {
     Mark { event: Handle, ticket: usize },
-    Copy { target: usize, source: usize, bytes: usize, registered: Vec<usize> },
+    Copy { target: usize, source: usize, bytes: usize, ranges: [Option<(usize, usize)>; 2] },
 }
 
 /// Work of a stream goes into a graph, not to the device.
 struct Capture {
+    id: usize,
     thread: usize,
     broken: bool,
 }
@@ -460,7 +485,8 @@ enum State {
     Done,
     /// The number tells this recording from an earlier one.
     Waiting(usize),
-    Captured,
+    /// The capture that it was recorded in.
+    Captured(usize),
     /// Its context is gone.
     Lost,
 }
@@ -616,7 +642,22 @@ impl Driver {
         self.rule(life.is_some(), INVALID_CONTEXT, "no context is current")?;
         self.rule(life != Some(Life::Released), CONTEXT_IS_DESTROYED, "the current context was released")?;
         ensure(life != Some(Life::Reset), CONTEXT_IS_DESTROYED)?;
-        Ok(top)
+        self.check_faults(top).map(|()| top)
+    }
+
+    /// After a fault, whatever works in the context answers with it.
+    fn check_faults(&self, context: Handle) -> Answer {
+        let fault = self.contexts.get(&context).map_or(0, |context| context.fault);
+        ensure(fault == 0, fault)
+    }
+
+    /// A fault of the device: what is queued is never done.
+    fn break_context(&mut self, device: i32, fault: Code) {
+        let Some(broken) = self.primary(device).context else { abort("there is no context to break") };
+        self.contexts.insert(broken, Context { device, life: Life::Alive, fault });
+        for (_, stream) in self.streams.iter_mut().filter(|(key, _)| key.1 == broken) {
+            stream.work.clear();
+        }
     }
 
     /// Makes the context where nobody holds it yet, and leaves the stack alone.
@@ -629,7 +670,7 @@ impl Driver {
         primary.made += u64::from(primary.context.is_none());
         primary.retained += 1;
         let context = *primary.context.get_or_insert_with(new_handle);
-        self.contexts.insert(context, Context { device, life: Life::Alive });
+        self.contexts.entry(context).or_insert(Context { device, life: Life::Alive, fault: 0 });
         give(out, context)
     }
 
@@ -647,7 +688,7 @@ impl Driver {
     /// The context takes with it what it held. It stays on the stacks where it is.
     fn end_context(&mut self, device: i32, life: Life) {
         let Some(gone) = self.primary(device).context.take() else { return };
-        self.contexts.insert(gone, Context { device, life });
+        self.contexts.insert(gone, Context { device, life, fault: 0 });
         let taken: Vec<usize> =
             self.ranges.iter().filter(|(_, known)| known.context == gone).map(|(start, _)| *start).collect();
         if life == Life::Released && !taken.is_empty() {
@@ -656,6 +697,7 @@ impl Driver {
         self.ranges.retain(|_, known| known.context != gone);
         self.lost.extend(taken);
         self.streams.retain(|key, _| key.1 != gone);
+        self.captures.retain(|key, _| key.1 != gone);
         for event in self.events.values_mut().filter(|event| event.context == gone) {
             event.state = State::Lost;
         }
@@ -720,6 +762,7 @@ impl Driver {
         let found = self.find(start).map(|(first, known)| (first, known.memory.is_some()));
         self.rule(found.is_some(), HOST_MEMORY_NOT_REGISTERED, "nothing is registered there")?;
         self.rule(found == Some((start, false)), INVALID_VALUE, "not the first byte, or memory of the driver's")?;
+        self.check_faults(self.ranges[&start].context)?;
         self.ranges.remove(&start);
         Ok(())
     }
@@ -831,16 +874,16 @@ impl Driver {
 
     /// Does so much of a stream's work, in its order. A destroyed stream ends with the last of it.
     fn advance(&mut self, key: StreamKey, limit: usize) -> u64 {
-        let Some(stream) = self.streams.get_mut(&key) else { return 0 };
-        let work: Vec<Work> = stream.work.drain(..limit.min(stream.work.len())).collect();
-        if stream.destroyed && stream.work.is_empty() {
+        let count = self.streams.get(&key).map_or(0, |stream| stream.work.len().min(limit));
+        for _ in 0..count {
+            if let Some(work) = self.streams.get_mut(&key).and_then(|stream| stream.work.pop_front()) {
+                self.perform(work);
+            }
+        }
+        if self.streams.get(&key).is_some_and(|stream| stream.destroyed && stream.work.is_empty()) {
             self.streams.remove(&key);
         }
-        let done = work.len() as u64;
-        for work in work {
-            self.perform(work);
-        }
-        done
+        count as u64
     }
 
     fn perform(&mut self, work: Work) {
@@ -850,8 +893,9 @@ impl Driver {
                     event.state = State::Done;
                 }
             }
-            Work::Copy { target, source, bytes, registered } => {
-                if registered.iter().any(|id| self.ranges.values().all(|known| known.id != *id)) {
+            Work::Copy { target, source, bytes, ranges } => {
+                let is_there = |(start, id)| self.ranges.get(&start).is_some_and(|known| known.id == id);
+                if !ranges.into_iter().flatten().all(is_there) {
                     return self.note("memory was unregistered before its copy was done");
                 }
                 // SAFETY: the test that queued it vouches for both ends, and what was registered still is.
@@ -862,12 +906,29 @@ impl Driver {
 
     fn queue_copy(&mut self, handle: Handle, target: usize, source: usize, bytes: usize) -> Answer {
         let key = self.stream(handle)?;
-        let registered = [target, source].into_iter().filter_map(|end| Some(self.find(end)?.1.id)).collect();
-        let stream = self.streams.entry(key).or_default();
-        if stream.capture.is_none() {
-            stream.work.push_back(Work::Copy { target, source, bytes, registered });
+        let ranges = [target, source].map(|end| self.find(end).map(|(start, known)| (start, known.id)));
+        self.queue(key, Work::Copy { target, source, bytes, ranges }).map(drop)
+    }
+
+    /// Gives work to a stream, or to the capture that it tells.
+    fn queue(&mut self, key: StreamKey, work: Work) -> Answer<Option<usize>> {
+        self.check_faults(key.1)?;
+        let broken = self.captures_ahead_of(key).map(|capture| capture.broken = true).count();
+        let what = "the legacy default stream, while a blocking stream is captured";
+        self.rule(broken == 0, STREAM_CAPTURE_IMPLICIT, what)?;
+        if let Some(capture) = self.captures.get(&key) {
+            ensure(!capture.broken, STREAM_CAPTURE_INVALIDATED)?;
+            return Ok(Some(capture.id));
         }
-        Ok(())
+        self.streams.entry(key).or_default().work.push_back(work);
+        Ok(None)
+    }
+
+    /// Captures of other streams that this one waits for, whatever their mode: only the legacy default stream does.
+    fn captures_ahead_of(&mut self, key: StreamKey) -> impl Iterator<Item = &mut Capture> {
+        let streams = &self.streams;
+        let ahead = move |other: &StreamKey| key.0 == LEGACY_STREAM && other.1 == key.1 && streams[other].blocking;
+        self.captures.iter_mut().filter(move |(other, _)| ahead(other)).map(|(_, capture)| capture)
     }
 
     fn event(&mut self, handle: Handle) -> Answer<&mut Event> {
@@ -879,20 +940,22 @@ impl Driver {
         self.current()?;
         let (context, key) = (self.event(handle)?.context, self.stream(stream)?);
         self.rule(context == key.1, INVALID_HANDLE, "the event and the stream are of two contexts")?;
-        let (ticket, stream) = (new_handle(), self.streams.entry(key).or_default());
-        let state = if stream.capture.is_some() { State::Captured } else { State::Waiting(ticket) };
-        if state != State::Captured {
-            stream.work.push_back(Work::Mark { event: handle, ticket });
-        }
-        self.event(handle)?.state = state;
+        let ticket = new_handle();
+        let capture = self.queue(key, Work::Mark { event: handle, ticket })?;
+        self.event(handle)?.state = capture.map_or(State::Waiting(ticket), State::Captured);
         Ok(())
     }
 
     /// In any context or none.
     fn query(&mut self, handle: Handle) -> Answer {
-        let state = self.event(handle)?.state;
-        self.rule(state != State::Captured, CAPTURED_EVENT, "the event is a part of a graph")?;
+        let (state, context) = (self.event(handle)?.state, self.event(handle)?.context);
+        if let State::Captured(id) = state {
+            self.captures.values_mut().filter(|capture| capture.id == id).for_each(|capture| capture.broken = true);
+            self.note("the event is a part of a graph");
+            return Err(CAPTURED_EVENT); // in any mode
+        }
         ensure(state != State::Lost, CONTEXT_IS_DESTROYED)?;
+        self.check_faults(context)?;
         self.check_capture()?;
         ensure(state == State::Done, NOT_READY)
     }
@@ -908,9 +971,8 @@ impl Driver {
     /// A call that no graph can hold breaks the captures that forbid it to this thread. All captures are global ones.
     fn check_capture(&mut self) -> Answer {
         let (thread, mode) = (this_thread(), self.thread().capture_mode);
-        let captures = self.streams.values_mut().filter_map(|stream| stream.capture.as_mut());
         let forbid = |capture: &&mut Capture| mode < THREAD_LOCAL || mode < RELAXED && capture.thread == thread;
-        let broken = captures.filter(forbid).map(|capture| capture.broken = true).count();
+        let broken = self.captures.values_mut().filter(forbid).map(|capture| capture.broken = true).count();
         self.rule(broken == 0, STREAM_CAPTURE_UNSUPPORTED, "a call that breaks a capture")
     }
 }
@@ -961,6 +1023,9 @@ controls! {
     fake_teardown() -> () = |driver| driver.torn_down = true;
     /// Somebody destroys the primary context under those who retain it.
     fake_reset_context(device: i32) -> () = |driver| driver.end_context(device, Life::Reset);
+    /// A kernel's fault, or a device that fell off the bus, breaks the primary context: what works in it answers this
+    /// code (700, 719, 999) from here on, and what is queued in it is never done.
+    fake_break_context(device: i32, code: Code) -> () = |driver| driver.break_context(device, code);
 
     /// Calls of this name so far, failed ones too; of all names for null.
     fake_calls(call: *const c_char) -> u64 = |driver| {
@@ -983,6 +1048,12 @@ controls! {
     };
     /// Events that exist.
     fake_live_events() -> u64 = |driver| driver.events.len() as u64;
+    /// Streams that were created and not destroyed.
+    fake_live_streams() -> u64 = |driver| {
+        driver.streams.iter().filter(|(key, stream)| key.0 > LAST_DEFAULT_STREAM && !stream.destroyed).count() as u64
+    };
+    /// Copies and events that streams have yet to do.
+    fake_pending_work() -> u64 = |driver| driver.streams.values().map(|stream| stream.work.len() as u64).sum();
     /// How often the primary context is retained.
     fake_retained(device: i32) -> u64 = |driver| driver.primary(device).retained;
     /// Primary contexts that were made for the device so far.
@@ -1008,12 +1079,14 @@ controls! {
     /// Lets all streams do all of their work.
     fake_advance_all() -> u64 = |driver| driver.advance_named(0..=Handle::MAX, usize::MAX);
     /// This thread begins to capture the stream's work into a graph.
-    fake_begin_capture(stream: Handle) -> Code = |driver| code_of(driver.stream(stream).map(|key| {
-        driver.streams.entry(key).or_default().capture = Some(Capture { thread: this_thread(), broken: false });
+    fake_begin_capture(stream: Handle) -> Code = |driver| code_of(driver.stream(stream).and_then(|key| {
+        ensure(key.0 != LEGACY_STREAM, STREAM_CAPTURE_UNSUPPORTED)?;
+        driver.captures.insert(key, Capture { id: new_handle(), thread: this_thread(), broken: false });
+        Ok(())
     }));
     /// Ends that; 901 where a call has broken it.
     fake_end_capture(stream: Handle) -> Code = |driver| code_of(driver.stream(stream).and_then(|key| {
-        let capture = driver.streams.entry(key).or_default().capture.take().ok_or(INVALID_VALUE)?;
+        let capture = driver.captures.remove(&key).ok_or(INVALID_VALUE)?;
         ensure(!capture.broken, STREAM_CAPTURE_INVALIDATED)
     }));
 }
@@ -1032,7 +1105,8 @@ impl Driver {
     }
 
     fn advance_named(&mut self, names: RangeInclusive<Handle>, limit: usize) -> u64 {
-        let keys: Vec<StreamKey> = self.streams.keys().filter(|key| names.contains(&key.0)).copied().collect();
+        let named = self.streams.range((*names.start(), 0)..=(*names.end(), Handle::MAX));
+        let keys: Vec<StreamKey> = named.map(|(key, _)| *key).collect();
         keys.into_iter().map(|key| self.advance(key, limit)).sum()
     }
 }

@@ -70,12 +70,19 @@ class FakeLevelZero(_Fake):
 
 
 class FakeCuda(_Fake):
+    """Books and controls of tests/drivers/fake_cuda.rs, at the end of that file.
+
+    A stream is a number, as is an address: `driver.begin_capture(int(stream))`. What a stream is given is done when a
+    test says so: `driver.copy_async(stream, target, source, nbytes)`, then `driver.advance(stream, steps)` or
+    `driver.advance_all()`. What begins with `copy`, `begin` or `end` answers with the driver's code, 0 for success.
+    """
+
     prefix = "fake"
 
     def expect_left(self, wrongs=()):
         assert self.wrongs() == list(wrongs), self.wrongs()
-        left = self.live(), self.retained(0), self.depth_of_all()
-        assert left == (0, 0, 0), left
+        left = self.live(), self.live_events(), self.retained(0), self.depth_of_all()
+        assert left == (0, 0, 0, 0), left
 
 
 def find(kind="xpu"):
