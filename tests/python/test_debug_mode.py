@@ -141,6 +141,15 @@ def test_a_block_that_was_written_to_is_never_used_again(pool, nbytes):
     assert pinpool.is_pinned((address, nbytes))
 
 
+def test_a_write_is_found_when_the_memory_is_given_up_for_another_size():
+    pool = PinnedPool("host", max_bytes=2 * MIB, debug=True)
+    address = take_and_release(pool, MIB)
+    ctypes.memset(address + 5, 7, 1)
+    with pytest.raises(WrittenAfterReleaseError) as caught:
+        pool.empty(2 * MIB)
+    assert (caught.value.address, sizes(pool)["quarantined"]) == (address, MIB)
+
+
 def test_trimming_reports_one_of_several_and_gives_the_rest_back(pool):
     arrays = [pool.empty(MIB) for _ in range(4)]
     stale = [array.ptr for array in arrays[:2]]
