@@ -49,7 +49,8 @@ pyo3::create_exception!(
     "Debug mode: a block was written to after its release: attributes address, nbytes, offset, generation, origin."
 );
 
-#[pymodule(gil_used = true)]
+// What the audit behind this looked at is in ARCHITECTURE.md, under Threads.
+#[pymodule(gil_used = false)]
 mod _pinpool {
     #[pymodule_export]
     use super::WrittenAfterReleaseError;

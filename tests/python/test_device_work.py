@@ -448,10 +448,6 @@ def test_an_event_that_does_not_show_its_query_tells_why(pool):
     assert pending(pool) == 0
 
 
-def test_an_event_of_torch_is_an_event(pool):
-    put_in_flight(pool, torch.Event("cpu") if hasattr(torch.Event("cpu"), "query") else Work(done=True))
-
-
 def test_a_deleter_asks_no_event(pool):
     work, arrays = Work(), [pool.empty(size) for size in (5, PAGE, MIB)]
     aliases = [torch.from_dlpack(arrays[0]), np.asarray(arrays[1]), memoryview(arrays[2]), arrays[2].__dlpack__()]
@@ -523,21 +519,28 @@ def test_an_event_of_a_closed_pool_may_use_another_one(pool):
     assert sizes(closed) == dict.fromkeys(PARTS, 0)
 
 
-@pytest.mark.timeout(20)
-@pytest.mark.parametrize("call", [PinnedPool.trim, PinnedPool.close, lambda pool: pool.empty(MIB)])
-def test_an_event_may_ask_for_more_than_there_is(call):
-    pool = PinnedPool("host", max_bytes=2 * MIB)
-    live = pool.empty(MIB)
+@pytest.mark.parametrize("call", ["trim()", "close()", "empty(MIB)"])
+def test_an_event_may_ask_for_more_than_there_is(run, call):
+    run(f"""
+        from pinpool import OutOfPinnedMemoryError, PinnedPool
 
-    def ask_for_too_much():
-        work.meanwhile = None
-        with pytest.raises((OutOfPinnedMemoryError, ValueError)):
-            pool.empty(2 * MIB)
+        class Work:
+            asked = 0
+            def query(self):
+                self.asked += 1
+                try:
+                    return self.asked > 1 or pool.empty(2 * MIB)
+                except (OutOfPinnedMemoryError, ValueError):
+                    return True
 
-    work = Work(done=True, meanwhile=ask_for_too_much)
-    put_in_flight(pool, work)
-    call(pool)
-    assert (live.nbytes, sizes(pool)["quarantined"]) == (MIB, 0)
+        signal.alarm(10)
+        pool, work = PinnedPool("host", max_bytes=2 * MIB), Work()
+        live, array = pool.empty(MIB), pool.empty(MIB)
+        pool.defer(array, work)
+        del array
+        pool.{call}
+        assert pool.stats()["quarantined_bytes"] == 0 and work.asked > 0
+    """)
 
 
 def test_a_block_whose_work_is_done_serves_others_while_a_slow_event_is_asked():
@@ -993,6 +996,29 @@ def test_torch_without_work_on_a_device_has_no_stream(pool):
     pinpool.record_stream(array)
     pool.record_stream(array, stream=None)
     assert not torch.cuda.is_initialized()
+
+
+def test_a_pool_whose_driver_has_no_such_streams_says_what_to_do_instead(run_with_driver, fake_level_zero):
+    run_with_driver(
+        """
+        class Work:
+            done = False
+            query = lambda self: self.done
+
+        pool, work = PinnedPool("xpu:0", max_bytes=MIB), Work()
+        array = pool.empty(MIB)
+        text = refusal(pool.record_stream, array, 0)
+        assert text.startswith("PinpoolError: ") and "pass an event to defer(obj, event) instead" in text, text
+        pool.defer(array, work)
+        del array
+        assert refusal(pool.empty, MIB).startswith("OutOfPinnedMemoryError")
+        work.done = True
+        assert pool.empty(MIB).nbytes == MIB
+        """,
+        f"FakeLevelZero({str(fake_level_zero)!r})",
+        ZE_ENABLE_ALT_DRIVERS=fake_level_zero,
+        FAKE_LEVEL_ZERO="devices=1",
+    )
 
 
 # Threads

@@ -442,6 +442,25 @@ def test_a_context_that_is_destroyed_under_its_event_puts_the_block_into_quarant
     """))  # fmt: skip
 
 
+@pytest.mark.parametrize("code", [700, 719, 999])
+def test_a_fault_of_the_device_puts_what_is_in_flight_into_quarantine_and_nothing_hangs(script, code):
+    script(f"""
+        pool = PinnedPool("cuda:0", max_bytes=2 * MIB)
+        stream, array = make_stream(), pool.empty(MIB)
+        put_in_flight(pool, stream)
+        driver.break_context(0, {code})
+        assert not is_served(pool)
+        stats = pool.stats()
+        assert (stats["allocated_bytes"], stats["quarantined_bytes"], stats["pending_bytes"]) == (MIB, MIB, 0)
+        assert "cuEventQuery on cuda:0 answered {code} " in stats["quarantine_reason"], stats
+        text = refusal(pool.record_stream, array, stream)
+        assert text.startswith("DriverError: CUDA: ") and " answered {code} " in text, text
+        array.release()
+        assert not is_served(pool) and pool.stats()["quarantined_bytes"] == 2 * MIB
+        return {{"live": 2, "retained": 1}}
+    """)
+
+
 def test_a_driver_that_is_gone_uses_nothing_any_more(script):
     script(with_pool("""
         put_in_flight(pool, stream)
@@ -472,15 +491,20 @@ def test_a_block_of_a_stream_that_is_captured_is_never_reused_and_the_capture_go
     """))  # fmt: skip
 
 
-def test_a_default_stream_that_a_capture_forbids_counts_as_captured(script):
-    script(with_pool("""
+@pytest.mark.parametrize("default", [0, 1])
+def test_the_default_stream_counts_as_captured_while_it_must_not_be_used(script, default):
+    script(
+        with_pool(f"""
         array = pool.empty(MIB)
-        driver.fail("cuStreamIsCapturing", 1, 906)
-        assert refusal(pinpool.record_stream, array, 0).startswith("PinpoolError: stream 0x0 is being captured")
+        assert driver.begin_capture(stream) == 0
+        text = refusal(pinpool.record_stream, array, {default})
+        assert text.startswith("PinpoolError: stream 0x{default} is being captured into a graph"), text
+        assert driver.end_capture(stream) == 0
         array.release()
         assert not is_served(pool)
-        return {"live": 1, "retained": 1}
-    """))  # fmt: skip
+        return {{"live": 1, "retained": 1}}
+    """)
+    )
 
 
 @pytest.mark.parametrize("thread", [False, True])

@@ -1,8 +1,20 @@
 """Pinned memory as torch tensors. Only this folder, beside the demo, imports torch."""
 
+from pinpool.torch._copies import copy_, to_device
+from pinpool.torch._fsdp import fsdp2_offload
 from pinpool.torch._tensors import current_device as current_device
 from pinpool.torch._tensors import default_pool, empty, is_pinned, pin, register, unpin
 from pinpool.torch._tensors import extent as extent
 from pinpool.torch._tensors import xpu_uuid as xpu_uuid
 
-__all__ = ["default_pool", "empty", "is_pinned", "pin", "register", "unpin"]
+__all__ = [
+    "copy_",
+    "default_pool",
+    "empty",
+    "fsdp2_offload",
+    "is_pinned",
+    "pin",
+    "register",
+    "to_device",
+    "unpin",
+]
