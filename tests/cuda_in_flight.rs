@@ -286,6 +286,29 @@ fn a_driver_without_events_says_so_and_registers_all_the_same() {
 }
 
 #[test]
+fn where_streams_have_no_identity_no_event_stands_for_another() {
+    alone("where_streams_have_no_identity_no_event_stands_for_another", || {
+        for (missing, kept) in [(&[][..], 1), (&["without_stream_id"][..], 5)] {
+            let fake = Fake::lacking(1, missing);
+            let pool = device_pool(MIB, &fake.devices(1));
+            let stream = fake.stream_create(fake.enter_context(0));
+            let block = pool.take(10).expect("room");
+            for _ in 0..5 {
+                record(&block, stream).expect("a stream");
+            }
+            let start = address(&block);
+            drop(block);
+            assert_eq!(fake.pending_work(), 5);
+            fake.advance(stream, 4);
+            assert_ne!(address(&pool.take(10).expect("room")), start, "the last is not done");
+            assert_eq!(fake.live_events() - u64::from(missing.is_empty()), kept, "{missing:?}");
+            fake.advance(stream, 1);
+            assert!([pool.take(10), pool.take(10)].iter().flatten().any(|block| address(block) == start));
+        }
+    });
+}
+
+#[test]
 fn unlocking_waits_for_nobody_and_refuses_while_copies_run() {
     alone("unlocking_waits_for_nobody_and_refuses_while_copies_run", || {
         let scene = Scene::new();

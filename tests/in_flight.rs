@@ -26,7 +26,7 @@ struct Work {
 }
 
 impl Work {
-    fn on_queue(queue: usize, number: u64) -> Arc<Self> {
+    fn on_queue(queue: u64, number: u64) -> Arc<Self> {
         Arc::new(Self { place: Some(Place { queue: (0, queue), number }), ..Self::default() })
     }
 

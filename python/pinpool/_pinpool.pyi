@@ -157,9 +157,10 @@ class PinnedPool:
         """
 
     def record_stream(self, obj: object, stream: object = None) -> None:
-        """Keep a block of this pool from reuse until the work is done that was queued on a CUDA stream before this call.
+        """Keep a block of this pool from reuse until the work is done that was queued on a CUDA stream before.
 
-        See `pinpool.record_stream`, which does the same for whatever pool; this one raises ValueError for a block of another.
+        See `pinpool.record_stream`, which does the same for whatever pool; this one raises ValueError for a block of
+        another.
 
         >>> from pinpool import PinnedPool
         >>> pool = PinnedPool("host")
@@ -173,9 +174,10 @@ class PinnedPool:
         """
 
     def live_blocks(self) -> list[LiveBlock]:
-        """List the blocks that have an owner: address, nbytes (in pages), generation and origin of each, with debug=True.
+        """List the blocks that have an owner: address, nbytes, generation and origin of each. For debug=True only.
 
-        The generation counts how often a block at that address was handed out; the origin is where in Python it was.
+        Bytes are in whole pages. The generation counts how often a block at that address was handed out; the origin is
+        where in Python that was.
         ValueError: without debug=True nothing is kept of them.
 
         >>> from pinpool import PinnedPool
@@ -213,9 +215,10 @@ class PinnedPool:
     def stats(self) -> Stats:
         """Tell what the pool holds now, in bytes and counts.
 
-        Reserved is allocated + cached + pending + quarantined + leaked; reserved / requested is the waste. Pending memory
-        waits for device work or a driver; in quarantine is what nobody knows the device work of, and `quarantine_reason`
-        says why. `os_calls` counts the memory system calls that pinpool has made in this process.
+        Reserved is allocated + cached + pending + quarantined + leaked; reserved / requested is the waste. Pending
+        memory waits for device work or a driver; memory in quarantine is never used again, because an event of it
+        failed, and `quarantine_reason` says how. `os_calls` counts the memory system calls that pinpool has made in this
+        process.
 
         >>> from pinpool import PinnedPool
         >>> pool = PinnedPool()
@@ -343,11 +346,11 @@ class Registration:
 def record_stream(obj: object, stream: object = None) -> None:
     """Keep a block from reuse until the work is done that was queued on a CUDA stream before this call.
 
-    Call it behind every copy to or from pool memory that may still run when the tensor goes: registered memory is copied
-    without the host, and torch follows only blocks of its own. `obj`: anything in the block, a view or a slice will do,
-    of whatever pool. `stream`: a torch.cuda.Stream, an object with `__cuda_stream__()`, a handle (an integer), or None
-    for torch's current stream. Costs one event; nothing waits. Memory without a device needs no such call, and gets
-    nothing done. The same as `PinnedPool.record_stream`, which also checks that the block is of that pool.
+    Call it behind every copy to or from pool memory that may still run when the tensor goes: registered memory is
+    copied without the host, and torch follows only blocks of its own. `obj`: anything in the block, a view or a slice
+    will do, of whatever pool. `stream`: a torch.cuda.Stream, an object with `__cuda_stream__()`, a handle (an integer),
+    or None for torch's current stream. Costs one event; nothing waits. For memory without a device it does nothing: its
+    copies are done when they return. `PinnedPool.record_stream` also checks that the block is of that pool.
 
     ValueError: `obj` is in no live block. TypeError: no stream. DriverError: the stream is none of the driver's.
     PinpoolError: a graph is being captured from the stream. After the last two the block is not reused at all, unless a
@@ -362,9 +365,9 @@ def defer(obj: object, event: Event) -> None:
     """Keep a block from reuse until an event is done.
 
     `obj`: anything in the block, of whatever pool. `event`: anything with `query()` that tells whether it is done:
-    torch.cuda.Event, torch.xpu.Event, or your own. It is asked when memory is wanted, on the thread that wants it, never
-    when a tensor goes; if it raises, the block is never reused, and `stats()` says why. It must not keep `obj` alive.
-    The same as `PinnedPool.defer`, which also checks that the block is of that pool.
+    torch.cuda.Event, torch.xpu.Event, or your own. It is asked when memory is wanted, on the thread that wants it, and
+    never when a tensor goes; if it raises, the block is never reused, and `stats()` says why. It must not keep `obj`
+    alive. `PinnedPool.defer` also checks that the block is of that pool.
 
     ValueError: `obj` is in no live block. TypeError: no event.
 

@@ -167,8 +167,8 @@ pub trait Event: Send + Sync + fmt::Debug {
 /// A place in a queue of work: what has a lower number in the same queue is done earlier.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Place {
-    /// Context and stream.
-    pub queue: (usize, usize),
+    /// Context and stream; no later stream is called the same.
+    pub queue: (usize, u64),
     /// Grows from one event to the next.
     pub number: u64,
 }

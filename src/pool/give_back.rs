@@ -46,11 +46,12 @@ impl Inner {
 
     /// Gives everything idle back to the system, and answers how many bytes that were.
     pub(super) fn trim(&self) -> Result<usize> {
-        let mut releasing = self.releasing();
+        let closed = self.cache.check_open().is_err();
+        let reclaimed = self.reclaim(|record| !record.own_region && !closed); // what is unmapped needs no lock
+        let mut releasing = self.releasing(); // not before: an event may want memory while it is asked
         let mut idle = self.cache.drain(|_| true);
         let found = self.check_idle(&mut idle);
-        let closed = self.cache.check_open().is_err();
-        idle.extend(self.reclaim(|record| !record.own_region && !closed)); // what is unmapped needs no lock
+        idle.extend(reclaimed);
         let freed = self.dispose(&idle);
         releasing.moved = !idle.is_empty() || freed.as_ref().is_ok_and(|&bytes| bytes > 0);
         found.and(freed)
@@ -78,8 +79,10 @@ impl Inner {
             taken
         };
         let mut releasing = self.releasing();
-        let idle = self.cache.drain(take);
+        let mut idle = self.cache.drain(take);
+        let found = self.check_idle(&mut idle);
         releasing.moved = self.dispose(&idle)? > 0 || !idle.is_empty();
+        found?;
         let moved = releasing.moved;
         drop(releasing);
         if moved { Ok(true) } else { self.await_releases(released, progress) }
@@ -128,12 +131,17 @@ impl Inner {
 
     /// Puts pending blocks that can be used again into the cache. False: there were none.
     pub(super) fn restock_pending(&self) -> bool {
-        let ready = self.reclaim(|_| true);
-        let any = !ready.is_empty();
-        for record in ready {
+        let (mut any, mut refused) = (false, Vec::new());
+        self.settle(|record| {
+            if record.is_unpinned() && self.repin(&record).is_err() {
+                refused.push(record);
+                return;
+            }
+            any = true;
             self.poison(&record);
-            self.restock(record);
-        }
+            self.restock(record); // at once: others may want it while the next event is asked
+        });
+        self.put_back(refused);
         any
     }
 
@@ -148,29 +156,32 @@ impl Inner {
     /// Takes out the pending blocks that no device work uses any more, their pages locked where they must be. Those whose
     /// pages the kernel does not lock stay where they are.
     fn reclaim(&self, must_lock: impl Fn(&Record) -> bool) -> Vec<Arc<Record>> {
-        let settled = self.settle();
+        let mut settled = Vec::new();
+        self.settle(|record| settled.push(record));
         let is_ready = |record: &Arc<Record>| !record.is_unpinned() || !must_lock(record) || self.repin(record).is_ok();
         let (ready, refused): (Vec<_>, Vec<_>) = settled.into_iter().partition(is_ready);
+        self.put_back(refused);
+        ready
+    }
+
+    fn put_back(&self, refused: Vec<Arc<Record>>) {
         if !refused.is_empty() {
             let mut store = self.store();
             for record in refused {
                 store.pending.add(record);
             }
         }
-        ready
     }
 
     /// Asks the events of pending blocks, and takes out those whose device work is done. Past a block that must wait, only
     /// those of its own queue are left out: their events come later still.
-    fn settle(&self) -> Vec<Arc<Record>> {
-        let mut settled = Vec::new();
+    fn settle(&self, mut settled: impl FnMut(Arc<Record>)) {
         for queue in self.pending_queues() {
             while self.first_pending(queue).is_some_and(|first| self.has_moved(&first, &mut settled)) {}
         }
         for other in self.other_pending() {
             self.has_moved(&other, &mut settled);
         }
-        settled
     }
 
     fn pending_queues(&self) -> Vec<Queue> {
@@ -186,7 +197,7 @@ impl Inner {
     }
 
     /// Asks for whom a block waits. False: it has to stay where it is.
-    fn has_moved(&self, waiting: &Waiting, settled: &mut Vec<Arc<Record>>) -> bool {
+    fn has_moved(&self, waiting: &Waiting, settled: &mut impl FnMut(Arc<Record>)) -> bool {
         let known = waiting.record.look();
         if known == Known::Busy && waiting.is_in_its_place() {
             return false;
@@ -196,7 +207,10 @@ impl Inner {
             let record = Arc::clone(&waiting.record);
             match known {
                 Known::Busy => store.pending.add(record), // for another event now
-                Known::Done => settled.push(record),
+                Known::Done => {
+                    drop(store);
+                    settled(record);
+                }
                 Known::Never(reason) => store.quarantine(record, reason),
             }
         }

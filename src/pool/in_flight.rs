@@ -149,7 +149,7 @@ impl Asking {
     /// `None`: it does so already.
     pub(super) fn begin() -> Option<Self> {
         let begun = IS_ASKING.with(|is_asking| !is_asking.replace(true));
-        begun.then_some(Self)
+        begun.then(|| Self)
     }
 }
 

@@ -84,6 +84,7 @@ impl Inner {
                     if !self.wait(returns, deadline, progress)? {
                         return Err(refusal);
                     }
+                    super::unfinished::finish(); // the kernel's limit counts closed pools, too
                 }
                 answer => return answer,
             }

@@ -234,6 +234,7 @@ impl Pool {
             return Ok(());
         }
         self.inner.cache.check_open()?;
+        unfinished::finish();
         self.inner.reserve(len, progress)?;
         if self.is_closed() {
             self.inner.trim()?; // closed meanwhile

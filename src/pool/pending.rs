@@ -10,28 +10,39 @@ use std::time::Instant;
 use super::record::Record;
 use crate::driver::Place;
 
-pub(super) type Queue = (usize, usize);
+pub(super) type Queue = (usize, u64);
 
 #[derive(Debug, Default)]
 pub(super) struct Pending {
     lines: BTreeMap<Queue, BTreeMap<u64, Arc<Record>>>,
-    /// By their addresses: what is in no line.
-    others: BTreeMap<usize, Arc<Record>>,
+    /// What is in no line, in the order in which it came.
+    others: BTreeMap<u64, Arc<Record>>,
+    /// Blocks that ever came to the others.
+    count: u64,
     bytes: usize,
 }
 
-/// Where a pending block is.
+/// A block that was pending at some moment, and where. It may have left since, and come back elsewhere.
 #[derive(Clone, Debug)]
 pub(super) struct Waiting {
     pub(super) record: Arc<Record>,
-    /// Its place in a line; none: it is among the others.
-    place: Option<Place>,
+    spot: Spot,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Spot {
+    InLine(Place),
+    /// Among the others, as the so-manieth that ever came.
+    Aside(u64),
 }
 
 impl Waiting {
     /// Whether it waits for what it waited for when it was put there.
     pub(super) fn is_in_its_place(&self) -> bool {
-        self.record.place() == self.place
+        match self.spot {
+            Spot::InLine(place) => self.record.place() == Some(place),
+            Spot::Aside(_) => self.record.place().is_none(),
+        }
     }
 }
 
@@ -40,23 +51,30 @@ impl Pending {
         self.bytes += record.len;
         match record.place() {
             Some(Place { queue, number }) => self.lines.entry(queue).or_default().insert(number, record),
-            None => self.others.insert(record.address, record),
+            None => {
+                self.count += 1;
+                self.others.insert(self.count, record)
+            }
         };
     }
 
     /// Takes a block out. False: another thread has done so.
     pub(super) fn take(&mut self, waiting: &Waiting) -> bool {
-        let taken = match waiting.place {
-            Some(Place { queue, number }) => self.lines.get_mut(&queue).and_then(|line| line.remove(&number)),
-            None => self.others.remove(&waiting.record.address),
+        let taken = match waiting.spot {
+            Spot::InLine(place) => self.take_from_line(place),
+            Spot::Aside(number) => self.others.remove(&number),
         };
-        if let Some(Place { queue, .. }) = waiting.place
-            && self.lines.get(&queue).is_some_and(BTreeMap::is_empty)
-        {
-            self.lines.remove(&queue);
-        }
         self.bytes -= taken.as_ref().map_or(0, |record| record.len);
         taken.is_some()
+    }
+
+    fn take_from_line(&mut self, Place { queue, number }: Place) -> Option<Arc<Record>> {
+        let line = self.lines.get_mut(&queue)?;
+        let taken = line.remove(&number);
+        if line.is_empty() {
+            self.lines.remove(&queue);
+        }
+        taken
     }
 
     pub(super) fn queues(&self) -> Vec<Queue> {
@@ -66,12 +84,13 @@ impl Pending {
     /// The first in a line.
     pub(super) fn first(&self, queue: Queue) -> Option<Waiting> {
         let (&number, record) = self.lines.get(&queue)?.first_key_value()?;
-        Some(Waiting { record: Arc::clone(record), place: Some(Place { queue, number }) })
+        Some(Waiting { record: Arc::clone(record), spot: Spot::InLine(Place { queue, number }) })
     }
 
     /// Those in no line.
     pub(super) fn others(&self) -> Vec<Waiting> {
-        self.others.values().map(|record| Waiting { record: Arc::clone(record), place: None }).collect()
+        let waiting = |(&number, record)| Waiting { record: Arc::clone(record), spot: Spot::Aside(number) };
+        self.others.iter().map(waiting).collect()
     }
 
     pub(super) fn records(&self) -> impl Iterator<Item = &Arc<Record>> {

@@ -4,10 +4,11 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use pyo3::exceptions::{PyException, PyTypeError, PyValueError};
+use pyo3::exceptions::{PyException, PyOverflowError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
-use pyo3::types::PyInt;
+use pyo3::types::{PyBool, PyInt};
 
+use super::array::PinnedArray;
 use super::exchange;
 use super::extent::{Span, span_of};
 use crate::driver::{Event, Stream};
@@ -55,22 +56,31 @@ fn describe(object: &Bound<'_, PyAny>) -> String {
     object.get_type().fully_qualified_name().map_or_else(|_| "an event".to_owned(), |name| name.to_string())
 }
 
+fn handle_of(handle: &Bound<'_, PyAny>) -> PyResult<Stream> {
+    handle.extract().map_err(|error: PyErr| {
+        if error.is_instance_of::<PyOverflowError>(handle.py()) {
+            PyValueError::new_err(format!("invalid stream: {handle} is no handle of a CUDA stream"))
+        } else {
+            error
+        }
+    })
+}
+
 /// The stream that a caller means.
 fn stream_of(stream: &Bound<'_, PyAny>) -> PyResult<Stream> {
     if let Some(protocol) = stream.getattr_opt("__cuda_stream__")? {
-        return protocol.call0()?.get_item(1)?.extract(); // version and handle, as NVIDIA's packages and torch have it
+        return handle_of(&protocol.call0()?.get_item(1)?); // version and handle, as NVIDIA's packages and torch have it
     }
     let device = stream.getattr_opt("device")?;
     if device.is_none_or(|device| device.getattr("type").is_ok_and(|kind| kind.eq("cuda").unwrap_or(false))) {
         for attribute in ["cuda_stream", "native_handle", "ptr"] {
             if let Some(handle) = stream.getattr_opt(attribute)? {
-                return handle.extract(); // older versions of torch, its plain Stream, and CuPy
+                return handle_of(&handle); // older versions of torch, its plain Stream, and CuPy
             }
         }
     }
-    if stream.is_instance_of::<PyInt>() {
-        let invalid = |_| PyValueError::new_err(format!("invalid stream: {stream} is no handle of a CUDA stream"));
-        return stream.extract().map_err(invalid);
+    if stream.is_instance_of::<PyInt>() && !stream.is_instance_of::<PyBool>() {
+        return handle_of(stream);
     }
     let class = stream.get_type().fully_qualified_name()?;
     Err(PyTypeError::new_err(format!(
@@ -110,6 +120,9 @@ pub(super) fn defer_to(py: Python<'_>, range: &Range<usize>, event: &Bound<'_, P
 
 /// The bytes that an object stands for; `None` where it has none.
 pub(super) fn range_of(obj: &Bound<'_, PyAny>) -> PyResult<Option<Range<usize>>> {
+    if let Ok(array) = obj.cast::<PinnedArray>() {
+        array.get().block()?; // what was released may be in use all the same, by a view
+    }
     let Some(Span { address, len, .. }) = span_of(obj)? else {
         return Err(PyValueError::new_err("invalid memory: it is not in host memory; pass the tensor on the host"));
     };
@@ -118,11 +131,11 @@ pub(super) fn range_of(obj: &Bound<'_, PyAny>) -> PyResult<Option<Range<usize>>>
 
 /// Keep a block from reuse until the work is done that was queued on a CUDA stream before this call.
 ///
-/// Call it behind every copy to or from pool memory that may still run when the tensor goes: registered memory is copied
-/// without the host, and torch follows only blocks of its own. `obj`: anything in the block, a view or a slice will do,
-/// of whatever pool. `stream`: a torch.cuda.Stream, an object with `__cuda_stream__()`, a handle (an integer), or None
-/// for torch's current stream. Costs one event; nothing waits. Memory without a device needs no such call, and gets
-/// nothing done. The same as `PinnedPool.record_stream`, which also checks that the block is of that pool.
+/// Call it behind every copy to or from pool memory that may still run when the tensor goes: registered memory is
+/// copied without the host, and torch follows only blocks of its own. `obj`: anything in the block, a view or a slice
+/// will do, of whatever pool. `stream`: a torch.cuda.Stream, an object with `__cuda_stream__()`, a handle (an integer),
+/// or None for torch's current stream. Costs one event; nothing waits. For memory without a device it does nothing: its
+/// copies are done when they return. `PinnedPool.record_stream` also checks that the block is of that pool.
 ///
 /// ValueError: `obj` is in no live block. TypeError: no stream. DriverError: the stream is none of the driver's.
 /// PinpoolError: a graph is being captured from the stream. After the last two the block is not reused at all, unless a
@@ -141,9 +154,9 @@ pub(crate) fn record_stream(py: Python<'_>, obj: &Bound<'_, PyAny>, stream: Opti
 /// Keep a block from reuse until an event is done.
 ///
 /// `obj`: anything in the block, of whatever pool. `event`: anything with `query()` that tells whether it is done:
-/// torch.cuda.Event, torch.xpu.Event, or your own. It is asked when memory is wanted, on the thread that wants it, never
-/// when a tensor goes; if it raises, the block is never reused, and `stats()` says why. It must not keep `obj` alive.
-/// The same as `PinnedPool.defer`, which also checks that the block is of that pool.
+/// torch.cuda.Event, torch.xpu.Event, or your own. It is asked when memory is wanted, on the thread that wants it, and
+/// never when a tensor goes; if it raises, the block is never reused, and `stats()` says why. It must not keep `obj`
+/// alive. `PinnedPool.defer` also checks that the block is of that pool.
 ///
 /// ValueError: `obj` is in no live block. TypeError: no event.
 ///

@@ -197,9 +197,10 @@ impl PinnedPool {
         is_pinned(obj)
     }
 
-    /// Keep a block of this pool from reuse until the work is done that was queued on a CUDA stream before this call.
+    /// Keep a block of this pool from reuse until the work is done that was queued on a CUDA stream before.
     ///
-    /// See `pinpool.record_stream`, which does the same for whatever pool; this one raises ValueError for a block of another.
+    /// See `pinpool.record_stream`, which does the same for whatever pool; this one raises ValueError for a block of
+    /// another.
     ///
     /// >>> from pinpool import PinnedPool
     /// >>> pool = PinnedPool("host")
@@ -220,9 +221,10 @@ impl PinnedPool {
         defer_to(py, &range, event)
     }
 
-    /// List the blocks that have an owner: address, nbytes (in pages), generation and origin of each, with debug=True.
+    /// List the blocks that have an owner: address, nbytes, generation and origin of each. For debug=True only.
     ///
-    /// The generation counts how often a block at that address was handed out; the origin is where in Python it was.
+    /// Bytes are in whole pages. The generation counts how often a block at that address was handed out; the origin is
+    /// where in Python that was.
     /// ValueError: without debug=True nothing is kept of them.
     ///
     /// >>> from pinpool import PinnedPool
@@ -282,9 +284,10 @@ impl PinnedPool {
 
     /// Tell what the pool holds now, in bytes and counts.
     ///
-    /// Reserved is allocated + cached + pending + quarantined + leaked; reserved / requested is the waste. Pending memory
-    /// waits for device work or a driver; in quarantine is what nobody knows the device work of, and `quarantine_reason`
-    /// says why. `os_calls` counts the memory system calls that pinpool has made in this process.
+    /// Reserved is allocated + cached + pending + quarantined + leaked; reserved / requested is the waste. Pending
+    /// memory waits for device work or a driver; memory in quarantine is never used again, because an event of it
+    /// failed, and `quarantine_reason` says how. `os_calls` counts the memory system calls that pinpool has made in this
+    /// process.
     ///
     /// >>> from pinpool import PinnedPool
     /// >>> pool = PinnedPool()

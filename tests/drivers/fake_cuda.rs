@@ -8,8 +8,8 @@
 //! What only a faulty client does is answered as the real driver answers it, and written down besides: [`fake_wrong`].
 //! What this file does not know (an attribute, an option) ends the process with a line on stderr.
 //!
-//! Old drivers lack symbols: `--cfg without_register`, `without_uuid_v2`, `without_context_stack`, `without_events` and
-//! `without_capture_mode` leave theirs out.
+//! Old drivers lack symbols: `--cfg without_register`, `without_uuid_v2`, `without_context_stack`, `without_events`,
+//! `without_stream_id` and `without_capture_mode` leave theirs out.
 //!
 //! Simplified: contexts are primary ones; a default stream is one queue a context and waits for no other stream; what
 //! is queued is done when a test says so.
@@ -243,6 +243,10 @@ driver_api! {
     #[cfg(not(without_events))]
     "cuStreamGetCtx" 9020 Ready cuStreamGetCtx(stream: Handle, out: *mut Handle) =
         |driver| give(out, driver.stream(stream)?.1);
+    // No other stream of the context ever has it. (One per-thread default stream a context: simplified.)
+    #[cfg(not(without_stream_id))]
+    "cuStreamGetId" 12000 Ready cuStreamGetId(stream: Handle, out: *mut u64) =
+        |driver| give(out, driver.stream(stream)?.0 as u64 + 1);
     // 0 no, 1 yes, 2 yes but a call has broken it. That the legacy default stream cannot be used breaks nothing here.
     "cuStreamIsCapturing" 10000 Ready cuStreamIsCapturing(stream: Handle, out: *mut u32) = |driver| {
         let key = driver.stream(stream)?;

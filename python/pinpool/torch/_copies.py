@@ -1,56 +1,134 @@
-"""Copies between a device and pool memory, recorded so that the memory is not reused before they are done."""
+"""Copies between pool memory and devices, after which the memory is not reused before they are done."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from pinpool import _pinpool
+from pinpool.torch._tensors import _is_odd, empty
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pinpool._pinpool import PinnedPool
 
 
 def copy_(dst: torch.Tensor, src: torch.Tensor, non_blocking: bool = True) -> torch.Tensor:
-    """Copy `src` into `dst` and return `dst`, as `dst.copy_(src)` does; pool memory may be dropped right after.
+    """Copy `src` into `dst` as `dst.copy_(src)` does, and return `dst`.
 
-    Whichever of the two is pool memory is not reused before the copy is done, on any kind of device. What
-    `pinpool.record_stream` raises reaches the caller after the copy was issued; the memory is then kept from reuse.
+    A copy between a device and pool memory may still run when this returns. The memory is not reused before it is done,
+    whatever becomes of the tensor meanwhile; torch does that for its own pinned memory only. Reading or changing it is
+    the caller's to order, as always with `non_blocking=True`. The copy runs on the current stream of the device.
 
-    >>> import torch, pinpool.torch
-    >>> weights = pinpool.torch.empty(pinpool.PinnedPool(), 3, torch.float32)
-    >>> copy_(weights, torch.arange(3)).tolist()
-    [0.0, 1.0, 2.0]
+    Beside what `Tensor.copy_` raises: what `pinpool.record_stream` raises. The copy is on its way then.
+
+    >>> import torch
+    >>> from pinpool import PinnedPool
+    >>> weights = empty(PinnedPool(), 3, torch.float32)
+    >>> copy_(weights, torch.arange(3))
+    tensor([0., 1., 2.])
     """
+    non_blocking = non_blocking and _can_be_followed(dst) and _can_be_followed(src)
     dst.copy_(src, non_blocking=non_blocking)
     if non_blocking:
-        _protect(dst, src)
+        _protect_host_side(dst, src)
     return dst
 
 
 def to_device(tensor: torch.Tensor, device: torch.device | str | int, non_blocking: bool = True) -> torch.Tensor:
-    """Copy a tensor to a device, as `tensor.to(device)` does; if it is pool memory it may be dropped right after.
+    """Move a tensor as `tensor.to(device)` does: the tensor itself where it is there already, else a copy.
 
-    To bring a tensor back, `copy_` it into one from `empty`: for `tensor.to("cpu")` torch makes memory of its own.
+    The memory is kept from reuse as by `copy_`, so the tensor may be dropped at once. What is moved to the host is in
+    memory of torch; for pool memory, make the tensor first and use `copy_`.
 
     >>> import torch
-    >>> to_device(torch.ones(3), "meta").device
-    device(type='meta')
+    >>> from pinpool import PinnedPool
+    >>> weights = empty(PinnedPool(), 3, torch.float32)
+    >>> to_device(weights, "cpu") is weights
+    True
     """
+    non_blocking = non_blocking and _can_be_followed(tensor)
     moved = tensor.to(device, non_blocking=non_blocking)
     if non_blocking:
-        _protect(tensor, moved)
+        _protect_host_side(moved, tensor)
     return moved
 
 
-def _protect(one: torch.Tensor, other: torch.Tensor) -> None:
-    """Keep pool memory at either end of a copy, which was issued just now, from reuse until the copy is done."""
-    ends = {one.device.type: one, other.device.type: other}
-    host = ends.pop("cpu", None)
-    if host is None or not ends:
+def protect(host: torch.Tensor, device: torch.device) -> None:
+    """Keep pool memory from reuse until the work is done that is queued now on the current stream of a device.
+
+    Other memory is left alone: torch follows its own, and its caller whatever else there is.
+    """
+    if device.type in ("cpu", "meta"):
         return
-    ((kind, device_end),) = ends.items()
-    if kind == "meta" or not _pinpool.is_pool_memory(host):
+    for part in _parts(host):
+        if _pinpool.is_pool_memory(part):
+            _follow(part, device)
+
+
+def _protect_host_side(one: torch.Tensor, other: torch.Tensor) -> None:
+    if isinstance(one, FakeTensor) or isinstance(other, FakeTensor):
         return
-    if kind == "cuda":
-        _pinpool.record_stream(host, torch.cuda.current_stream(device_end.device))
-    else:
-        event = torch.Event(device=device_end.device)
-        event.record(torch.accelerator.current_stream(device_end.device))
-        _pinpool.defer(host, event)
+    for host, device in ((one, other.device), (other, one.device)):
+        if host.device.type == "cpu":
+            protect(host, device)
+
+
+def _can_be_followed(tensor: torch.Tensor) -> bool:
+    """Tell whether it is known what host memory a tensor lies in. The copy of any other must block."""
+    return tensor.device.type != "cpu" or not any(map(_is_odd, _parts(tensor)))
+
+
+def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """List the tensors that a wrapper (a DTensor, say) is made of; of any other tensor, that is itself."""
+    if not is_traceable_wrapper_subclass(tensor):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        yield from _parts(getattr(tensor, name))
+
+
+def _follow(part: torch.Tensor, device: torch.device) -> None:
+    if device.type == "cuda":
+        _pinpool.record_stream(part, torch.cuda.current_stream(device))
+        return
+    try:
+        event = recorded_event(device)
+    except BaseException as error:
+        _pinpool.defer(part, _Lost(str(error)))
+        raise
+    _pinpool.defer(part, event)
+
+
+class _Lost:
+    """The event of a copy that nobody will ever know the end of: asking it fails, so its block is never reused."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+
+    def query(self) -> bool:
+        raise RuntimeError(f"a copy is not followed: {self.reason}")
+
+
+def recorded_event(device: torch.device) -> torch.Event:
+    """Make an event that is done when the work is that is queued now on the current stream of a device."""
+    event = torch.Event(device=device)
+    event.record(torch.accelerator.current_stream(device))
+    return event
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor is nothing but its elements in memory of its device, so that a plain copy stands for it."""
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.is_meta and not _is_odd(tensor)
+
+
+def empty_as(pool: PinnedPool, tensor: torch.Tensor, *, timeout: float | None = 0) -> torch.Tensor:
+    """Make a tensor in pool memory with the shape, the dtype and, where they leave no gaps, the strides of another."""
+    if tensor.is_contiguous():
+        return empty(pool, tuple(tensor.shape), tensor.dtype, timeout=timeout)
+    strides = torch.empty_like(tensor, device="meta").stride()
+    return empty(pool, tensor.numel(), tensor.dtype, timeout=timeout).as_strided(tensor.shape, strides)

@@ -41,32 +41,40 @@ unsafe impl Sync for CudaEvent {}
 /// Records an event on a stream. See [`Device::record`](crate::driver::Device::record).
 pub(super) fn record(device: Arc<CudaDevice>, stream: Stream) -> Result<Arc<dyn Event>> {
     device.check_process("recording a stream")?;
-    let place = next_place(); // taken now: of two events, the later number is recorded after the earlier one's copies
-    let handle = device.record_on(stream)?;
-    let queue = (handle.context as usize, stream);
-    let place = (stream != sys::STREAM_PER_THREAD).then_some(Place { queue, number: place });
+    let number = next_number(); // taken now: what has a lower one was queued before this is recorded
+    let (handle, id) = device.record_on(stream)?;
+    let place = id.map(|id| Place { queue: (handle.context as usize, id), number });
     Ok(Arc::new(CudaEvent { device, handle, place, failed: AtomicBool::new(false) }))
 }
 
-fn next_place() -> u64 {
+fn next_number() -> u64 {
     static NUMBERS: AtomicU64 = AtomicU64::new(0);
     NUMBERS.fetch_add(1, Ordering::Relaxed)
 }
 
 impl CudaDevice {
-    fn record_on(&self, stream: Stream) -> Result<Handle> {
+    /// Records an event, and tells the stream's identity where the driver knows it.
+    fn record_on(&self, stream: Stream) -> Result<(Handle, Option<u64>)> {
         let events = self.events()?;
         let _relaxed = self.driver.relax_capture();
         let context = self.context_of(events, stream)?;
         let _entered = self.enter(context, 0)?;
         self.check_not_capturing(events, stream)?;
-        if let Some(idle) = self.take_idle_event(context) {
-            match self.record_event(events, idle, stream) {
-                Ok(()) => return Ok(idle),
-                // Perhaps the context that it was made in is gone, and this one has the same address.
-                Err(_) => self.destroy_event(idle),
-            }
-        }
+        let reused = self.take_idle_event(context).filter(|idle| self.record_again(events, *idle, stream));
+        let handle = match reused {
+            Some(handle) => handle,
+            None => self.record_new(events, context, stream)?,
+        };
+        Ok((handle, self.stream_id(stream)))
+    }
+
+    /// Records an event that has served before. One that cannot be recorded is destroyed: perhaps the context that it was
+    /// made in is gone, and another one has the same address.
+    fn record_again(&self, events: &Events, idle: Handle, stream: Stream) -> bool {
+        self.record_event(events, idle, stream).inspect_err(|_| self.destroy_event(idle)).is_ok()
+    }
+
+    fn record_new(&self, events: &Events, context: Context, stream: Stream) -> Result<Handle> {
         let mut event = null_mut();
         // SAFETY: the driver fills the pointer that we own.
         let created = unsafe { (events.create)(&raw mut event, sys::EVENT_DISABLE_TIMING) };
@@ -74,6 +82,14 @@ impl CudaDevice {
         let made = Handle { event, context };
         self.record_event(events, made, stream).inspect_err(|_| self.destroy_event(made))?;
         Ok(made)
+    }
+
+    /// An identity that no other stream ever has: a destroyed stream's handle may be the next one's.
+    fn stream_id(&self, stream: Stream) -> Option<u64> {
+        let mut id = 0;
+        // SAFETY: the driver fills the number that we own.
+        let code = unsafe { (self.driver.functions.stream_id?)(stream, &raw mut id) };
+        (code == sys::SUCCESS).then_some(id)
     }
 
     fn events(&self) -> Result<&Events> {

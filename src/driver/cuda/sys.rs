@@ -39,7 +39,7 @@ pub(super) const EVENT_DISABLE_TIMING: c_uint = 0x2;
 pub(super) const CAPTURE_MODE_RELAXED: c_int = 2;
 /// `CUstreamCaptureStatus` of a stream that is not being captured.
 pub(super) const CAPTURE_NONE: c_int = 0;
-/// The default stream of each thread: one name for many.
+/// The highest name of a default stream: that of each thread, one name for many.
 pub(super) const STREAM_PER_THREAD: usize = 2;
 
 /// Device attributes.
@@ -108,12 +108,16 @@ pub(super) struct Functions {
     pub(super) memory: Memory,
     /// Or why there are none.
     pub(super) events: std::result::Result<Events, String>,
+    /// `cuStreamGetId`, since CUDA 12.0: an identity that no later stream has, as handles do.
+    pub(super) stream_id: Option<unsafe extern "C" fn(Stream, *mut u64) -> Code>,
 }
 
 impl Functions {
     pub(super) fn load(path: &str) -> Result<Self> {
         let library = ManuallyDrop::new(load::library("CUDA", path)?);
         let events = Events::find(&library).map_err(|error| error.to_string());
-        Ok(Self { memory: Memory::find(&library)?, events })
+        // SAFETY: the signature is that of cuda.h, and the library stays for good.
+        let stream_id = unsafe { load::optional_symbol(&library, c"cuStreamGetId") };
+        Ok(Self { memory: Memory::find(&library)?, events, stream_id })
     }
 }
