@@ -89,6 +89,17 @@ pub enum Error {
         /// What would help.
         advice: &'static str,
     },
+    /// A driver was told to give a range up, said yes, and knows it still: it may hand that memory to others.
+    Lingering {
+        /// For which device.
+        device: Box<str>,
+        /// First byte of the range.
+        address: usize,
+        /// Bytes of it.
+        bytes: usize,
+        /// What was done about it, or led to it, and what would help.
+        why: String,
+    },
     /// An argument makes no sense.
     Invalid {
         /// The argument's name.
@@ -209,6 +220,11 @@ impl fmt::Display for Error {
                 }
                 write!(f, " answered {code} ({code_name}): {advice}")
             }
+            Self::Lingering { device, address, bytes, why } => write!(
+                f,
+                "{device}'s driver still knows {address:#x}+{bytes}, which it was told to give up, and may hand it to \
+                 others: do not use this memory; {why}"
+            ),
             Self::Invalid { parameter, reason } => write!(f, "invalid {parameter}: {reason}"),
             Self::Captured { stream } => write!(
                 f,

@@ -7,6 +7,7 @@
 
 use std::io;
 use std::ops::Range;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::driver::engine::{Cut, Refused, Registrations};
@@ -29,6 +30,8 @@ pub struct Pinned {
     /// `None` once it is released.
     region: Option<Region>,
     registrations: Arc<Registrations>,
+    /// Unpinning has ended some of these, or all.
+    has_lost_registrations: AtomicBool,
     refusal: Option<Error>,
     key: Option<Key>,
     fork_generation: u64,
@@ -74,7 +77,8 @@ impl Pinned {
         };
         let registrations = Arc::new(registrations);
         let region = Some(region);
-        let mut pinned = Self { region, registrations, refusal, key: None, fork_generation };
+        let has_lost_registrations = AtomicBool::new(false);
+        let mut pinned = Self { region, registrations, has_lost_registrations, refusal, key: None, fork_generation };
         if options.lock {
             let note = Arc::clone(&pinned.registrations);
             pinned.key = Some(global().change(|registry| {
@@ -109,39 +113,82 @@ impl Pinned {
         self.registrations.bytes()
     }
 
-    /// Unlocks whole pages of the region, which are not pinned from then on. `false`: they were not. Nothing changes
-    /// on an error.
+    /// Unlocks whole pages of the region, which stay mapped, and are not pinned from then on. `false`: they were not.
+    ///
+    /// The registrations of the region end, too, where the range is all of it. Pages of a part share them with their
+    /// neighbours, from whom they cannot be taken: the drivers know these pages until the region goes, though nobody
+    /// finds them registered any more.
+    ///
+    /// Some Level Zero drivers keep what they were told to give up, and hand it to others for some seconds. Such a
+    /// range is waited for: `progress` is asked meanwhile, with no bytes.
+    ///
+    /// On an error the pages are still pinned. What of their registrations was ended before is not made again: they do
+    /// not count as registered with those devices, [`has_lost_registrations`](Self::has_lost_registrations) says so,
+    /// and another call goes on from there.
     ///
     /// # Errors
-    /// `Os` with the kernel's refusal, `Unsupported` for a region that is registered with a device.
-    pub fn unpin(&self, range: &Range<usize>) -> Result<bool> {
+    /// `Driver` with a driver's refusal, `Os` with the kernel's; `Lingering` where a driver has not forgotten the range
+    /// in time, or `Interrupted` when `progress` says so: then its owner must not use the memory.
+    pub fn unpin(&self, range: &Range<usize>, progress: &mut Progress<'_>) -> Result<bool> {
         let Some(key) = self.key else { return Ok(false) };
-        let (region, page) = (self.region(), os::page_size());
-        let inside = region.address() <= range.start && range.end <= region.address() + region.len();
-        if range.is_empty() || !inside || !range.start.is_multiple_of(page) || !range.end.is_multiple_of(page) {
+        // Out of the registry first: nobody is to find what is about to end.
+        if !self.has_pages(range) || !global().change(|registry| registry.carve(range.clone())) {
             return Ok(false);
         }
-        if !self.registrations.bytes().is_empty() {
-            let why = "it is registered with a device as part of a larger region; drop it and trim() the pool instead";
-            return Err(Error::unsupported("unpinning this block", why));
-        }
-        if !global().change(|registry| registry.carve(range.clone())) {
-            return Ok(false);
-        }
-        let bytes = range.end - range.start;
-        os::unlock(range.start, bytes).map_err(|source| {
+        let ended = if *range == self.range() { self.end_registrations(progress) } else { Ok(()) };
+        let unpinned = ended.and_then(|()| {
+            let bytes = range.end - range.start;
+            os::unlock(range.start, bytes).map_err(|source| Error::Os { call: "munlock", bytes, source })
+        });
+        if unpinned.is_err() {
             self.restore(range, key);
-            Error::Os { call: "munlock", bytes, source }
-        })?;
-        Ok(true)
+        }
+        unpinned.map(|()| true)
+    }
+
+    /// First byte and end.
+    fn range(&self) -> Range<usize> {
+        let region = self.region();
+        region.address()..region.address() + region.len()
+    }
+
+    /// Whether a range is made of pages of the region.
+    fn has_pages(&self, range: &Range<usize>) -> bool {
+        let (all, page) = (self.range(), os::page_size());
+        let inside = all.start <= range.start && range.end <= all.end;
+        !range.is_empty() && inside && range.start.is_multiple_of(page) && range.end.is_multiple_of(page)
+    }
+
+    /// Unregisters the region, and waits until the drivers have forgotten it.
+    fn end_registrations(&self, progress: &mut Progress<'_>) -> Result<()> {
+        let before = self.registrations.bytes().len();
+        let ended = self.registrations.end();
+        if self.registrations.bytes().len() < before {
+            self.has_lost_registrations.store(true, Ordering::Release);
+        }
+        ended.map_err(|refusal| if self.has_lost_registrations() { ended_in_part(refusal) } else { refusal })?;
+        self.registrations.expect_forgotten(progress)
+    }
+
+    /// Whether [`unpin`](Self::unpin) has ended registrations of the region, all of them or, where a driver refused,
+    /// some. They are not made again: once its owner is gone, the region is to be released, and not to be used again.
+    pub fn has_lost_registrations(&self) -> bool {
+        self.has_lost_registrations.load(Ordering::Acquire)
     }
 
     /// Locks again what [`unpin`](Self::unpin) unlocked.
     ///
     /// # Errors
-    /// `MemlockLimit` or `Os`: the pages stay as they were, not pinned.
+    /// `MemlockLimit` or `Os`, or `Invalid` where the region has lost registrations: the pages stay as they were, not
+    /// pinned.
     pub fn repin(&self, range: &Range<usize>) -> Result<()> {
         let Some(key) = self.key else { return Ok(()) };
+        if self.has_lost_registrations() {
+            return Err(Error::invalid(
+                "block",
+                "unpinning it has ended its registrations; release its region instead",
+            ));
+        }
         let bytes = range.end - range.start;
         os::lock(range.start, bytes).map_err(|source| {
             let refusal = lock_refused(bytes, 0, source);
@@ -156,6 +203,9 @@ impl Pinned {
     }
 
     fn restore(&self, range: &Range<usize>, key: Key) -> bool {
+        if self.fork_generation != os::fork_generation() {
+            return false; // the callback forked, and this is the child
+        }
         let note = Arc::clone(&self.registrations);
         global().change(|registry| registry.restore(range.clone(), key, note))
     }
@@ -208,6 +258,18 @@ impl Drop for Pinned {
             abandon(region.len(), Arc::clone(&self.registrations)); // nobody is left to ask the driver again
             std::mem::forget(region);
         }
+    }
+}
+
+/// The refusal of a driver, when others have let go of the range already.
+fn ended_in_part(refusal: Error) -> Error {
+    match refusal {
+        Error::Driver { driver, call, code, code_name, device, bytes, .. } => {
+            let advice = "the memory is still pinned, and registered with this device, but no more with others that \
+                          have let go of it before; unpin it again, or drop it";
+            Error::Driver { driver, call, code, code_name, device, bytes, advice }
+        }
+        other => other,
     }
 }
 
@@ -279,12 +341,17 @@ impl Adopted {
         &self.registrations
     }
 
-    /// What the drivers know of a range that was released. Only when they have forgotten it may the memory go.
+    /// What the drivers know of a range that was released. Only when they have forgotten it may the memory go, or be
+    /// used.
     pub fn into_registrations(mut self) -> Arc<Registrations> {
         std::mem::take(&mut self.registrations)
     }
 
     /// Unregisters the range and unlocks the pages that nobody else has adopted. A second call does nothing.
+    ///
+    /// Some Level Zero drivers keep what they were told to give up, and hand it to others for some seconds. The memory
+    /// must not be used before [`Registrations::expect_forgotten`], of what
+    /// [`into_registrations`](Self::into_registrations) gives, says that it is forgotten.
     ///
     /// # Errors
     /// `Driver` or `Os` with the refusal: the range stays pinned, and the call may be made again.

@@ -5,16 +5,18 @@ mod common;
 
 use std::ops::ControlFlow;
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use common::books::{adopt_for, device_options, device_pool, says};
-use common::maps::{Memory, is_locked, is_unmapped, locked_bytes};
+use common::maps::{Memory, is_locked, is_unlocked, is_unmapped, locked_bytes};
 use common::process::alone;
-use common::{GIB, MIB, address, go_on, page, pinned_ranges, region_of};
+use common::{GIB, MIB, address, go_on, is_pinned, page, pinned_ranges, region_of};
 use pinpool::driver::engine::{Cut, Registrations};
 use pinpool::driver::{Device, DeviceId, Ending, Method, Registering, Request, Sizes};
 use pinpool::pinned::{Adopted, Pinned, Released, leaked_bytes};
+use pinpool::pool::unpin_within;
 use pinpool::registry::shared::is_registered;
-use pinpool::{Error, Pages, Pool, Result};
+use pinpool::{Error, Pages, Pool, Result, Stats};
 
 /// What a device was asked for: a start and a length, behind `+` to register and `-` to unregister.
 type Log = Arc<Mutex<Vec<(char, &'static str, usize, usize)>>>;
@@ -31,13 +33,15 @@ struct Made {
     refuse: Mutex<Vec<(char, usize)>>,
     /// It still knows what was unregistered.
     lingers: Mutex<bool>,
+    /// The next range that it registers it gives up at once.
+    fumbles: Mutex<bool>,
 }
 
 impl Made {
     fn new(kind: &'static str, ordinal: u32, log: &Log) -> Self {
         let sizes = Sizes { largest: 64 * GIB, usual: GIB };
-        let (refuse, lingers) = (Mutex::default(), Mutex::default());
-        Self { kind, ordinal, alignment: 1, sizes, log: Arc::clone(log), refuse, lingers }
+        let (refuse, lingers, fumbles) = (Mutex::default(), Mutex::default(), Mutex::default());
+        Self { kind, ordinal, alignment: 1, sizes, log: Arc::clone(log), refuse, lingers, fumbles }
     }
 
     fn refuse(&self, call: char, after: usize) {
@@ -94,7 +98,13 @@ impl Device for Made {
     }
 
     fn register(&self, request: &Request) -> Result<()> {
-        self.called('+', request)
+        self.called('+', request)?;
+        if !std::mem::take(&mut *self.fumbles.lock().expect("no panic")) {
+            return Ok(());
+        }
+        self.called('-', request)?;
+        let (device, why) = (self.id().to_string().into(), "update it".to_owned());
+        Err(Error::Lingering { device, address: request.address, bytes: request.len, why })
     }
 
     fn unregister(&self, request: &Request) -> Result<Ending> {
@@ -113,6 +123,10 @@ fn devices(made: &[&Arc<Made>]) -> Vec<Arc<dyn Device>> {
 
 fn taken(log: &Log) -> Vec<(char, &'static str, usize, usize)> {
     std::mem::take(&mut *log.lock().expect("no panic"))
+}
+
+fn stats(pool: &Pool) -> Stats {
+    pool.stats().expect("the pool is ours")
 }
 
 const REQUEST: Request = Request { address: 1 << 46, len: 64 * MIB, read_only: false };
@@ -248,6 +262,112 @@ fn borrowed_memory_may_go_when_the_driver_has_forgotten_it() {
     });
 }
 
+/// The first refusal is told, and the pages stay until the driver has forgotten them.
+#[test]
+fn what_a_driver_gives_up_and_knows_still_when_it_refuses_is_stuck() {
+    let log = Log::default();
+    let made = ["a", "b"].map(|kind| Arc::new(Made::new(kind, 0, &log)));
+    let devices = devices(&made.each_ref());
+    made[1].linger(true);
+    *made[1].fumbles.lock().expect("no panic") = true;
+    let refused = Registrations::make(&devices, &REQUEST, Cut::Whole, &mut go_on).expect_err("the second fumbles");
+    says(&refused.error, &["b:0's driver still knows 0x400000000000+67108864", "do not use this memory", "update it"]);
+    let stuck = refused.stuck.expect("b knows it");
+    assert!(!stuck.are_forgotten() && stuck.bytes().is_empty());
+    stuck.end().expect("nothing is registered");
+    assert_eq!(
+        taken(&log).into_iter().map(|call| (call.0, call.1)).collect::<Vec<_>>(),
+        [('+', "a"), ('+', "b"), ('-', "b"), ('-', "a")]
+    );
+    made[1].linger(false);
+    assert!(stuck.are_forgotten());
+}
+
+#[test]
+fn forgetting_is_awaited_until_the_limit() {
+    let log = Log::default();
+    let made = Arc::new(Made::new("a", 0, &log));
+    let registrations = Registrations::make(&devices(&[&made]), &REQUEST, Cut::Whole, &mut go_on).expect("it takes it");
+    made.linger(true);
+    registrations.end().expect("the driver says yes");
+    assert!(!registrations.await_forgotten(Duration::ZERO, &mut go_on).expect("nobody stops it"));
+    let mut stop = |_, _| ControlFlow::Break(());
+    assert!(matches!(registrations.expect_forgotten(&mut stop), Err(Error::Interrupted)));
+    assert!(registrations.expect_forgotten(&mut forget_at_third_look(&made)).is_ok());
+    assert!(registrations.are_none());
+    assert!(registrations.await_forgotten(Duration::ZERO, &mut stop).expect("there is nothing to wait for"));
+}
+
+/// While it is asked, others ask, too: each of them hears that it is not forgotten.
+#[test]
+fn what_lingers_is_not_forgotten_for_anybody_while_the_driver_is_asked() {
+    let log = Log::default();
+    let made = Arc::new(Made::new("a", 0, &log));
+    let registrations = Registrations::make(&devices(&[&made]), &REQUEST, Cut::Whole, &mut go_on).expect("it takes it");
+    made.linger(true);
+    registrations.end().expect("the driver says yes");
+    std::thread::scope(|scope| {
+        for _ in 0..4 {
+            scope.spawn(|| assert!((0..5_000).all(|_| !registrations.are_forgotten())));
+        }
+    });
+    made.linger(false);
+    assert!(registrations.are_forgotten());
+}
+
+/// A progress callback.
+fn forget_at_third_look(made: &Made) -> impl FnMut(usize, usize) -> ControlFlow<()> + '_ {
+    let mut looks = 0;
+    move |_, _| {
+        looks += 1;
+        made.linger(looks < 3);
+        ControlFlow::Continue(())
+    }
+}
+
+#[test]
+fn unpinning_waits_until_the_driver_has_forgotten_the_block() {
+    alone("unpinning_waits_until_the_driver_has_forgotten_the_block", || {
+        let log = Log::default();
+        let made = Arc::new(Made::new("a", 0, &log));
+        let pool = device_pool(8 * MIB, &devices(&[&made]));
+        let block = pool.take(3 * MIB).expect("room");
+        let own = address(&block)..address(&block) + 3 * MIB;
+        made.linger(true);
+        let stopped = unpin_within(own.start, &mut |_, _| {
+            assert!(!is_pinned(&block) && is_locked(&own), "nobody finds it meanwhile");
+            ControlFlow::Break(())
+        });
+        assert!(matches!(stopped, Err(Error::Interrupted)));
+        assert!(is_pinned(&block) && is_locked(&own) && !is_registered(own.start, 1, "a", 0));
+        assert!(unpin_within(own.start, &mut forget_at_third_look(&made)).expect("it is forgotten"));
+        assert!(!is_pinned(&block) && is_unlocked(&own));
+        assert_eq!(taken(&log).into_iter().map(|call| call.0).collect::<String>(), "+-");
+        drop(block);
+        assert!(is_unmapped(&own) && stats(&pool).reserved_bytes == 0);
+    });
+}
+
+#[test]
+fn a_block_whose_driver_does_not_forget_it_stays_mapped_and_unused() {
+    alone("a_block_whose_driver_does_not_forget_it_stays_mapped_and_unused", || {
+        let log = Log::default();
+        let made = Arc::new(Made::new("a", 0, &log));
+        let pool = device_pool(3 * MIB, &devices(&[&made]));
+        let block = pool.take(3 * MIB).expect("room");
+        let own = address(&block)..address(&block) + 3 * MIB;
+        made.linger(true);
+        assert!(unpin_within(own.start, &mut |_, _| ControlFlow::Break(())).is_err());
+        drop(block);
+        assert_eq!((stats(&pool).pending_bytes, stats(&pool).reserved_bytes), (3 * MIB, 3 * MIB));
+        assert!(is_locked(&own) && pinned_ranges() == 0 && pool.take(1).is_err());
+        made.linger(false);
+        assert!(is_registered(address(&pool.take(3 * MIB).expect("it is forgotten")), 3 * MIB, "a", 0));
+        drop(pool);
+        assert_eq!((locked_bytes(), leaked_bytes()), (0, 0));
+    });
+}
+
 #[test]
 fn a_range_that_is_pinned_already_is_shared_where_its_devices_are_enough() {
     alone("a_range_that_is_pinned_already_is_shared_where_its_devices_are_enough", || {
@@ -289,7 +409,6 @@ fn a_pool_that_fails_on_the_third_of_four_devices_undoes_the_first_two() {
         let block = pool.take(MIB).expect("it refused once");
         assert!(["a", "b", "c", "d"].iter().all(|kind| is_registered(address(&block), MIB, kind, 0)));
         assert_eq!(pool.stats().expect("ours").registered_bytes.len(), 4);
-        assert!(pinpool::pool::unpin(address(&block)).is_err(), "a device may be at it");
         // One of them keeps it: the region stays, though the others have let go.
         made[1].refuse('-', 0);
         drop(block);

@@ -5,7 +5,7 @@ mod common;
 
 use common::maps::{Memory, is_locked, is_unlocked, locked_bytes, page_is_locked};
 use common::process::alone;
-use common::{MIB, address, page, pin, pinned_ranges, pool, region_of, try_adopt};
+use common::{MIB, address, go_on, page, pin, pinned_ranges, pool, region_of, try_adopt};
 use pinpool::pinned::Adopted;
 use pinpool::registry::shared::is_pinned;
 use pinpool::{Error, Pages};
@@ -276,14 +276,14 @@ fn a_region_is_unpinned_and_pinned_again_in_part() {
         let start = pinned.region().address();
         let part = start + 2 * page()..start + 5 * page();
         assert!(pinned.is_locked() && is_pinned(start, 8 * page()));
-        assert!(pinned.unpin(&part).expect("the kernel takes it"));
-        assert!(!pinned.unpin(&part).expect("it is unpinned already"));
+        assert!(pinned.unpin(&part, &mut go_on).expect("the kernel takes it"));
+        assert!(!pinned.unpin(&part, &mut go_on).expect("it is unpinned already"));
         assert!(is_unlocked(&part) && is_pinned(start, 2 * page()) && is_pinned(part.end, 3 * page()));
         assert!((2..5).all(|number| !is_pinned(start + number * page(), 1)));
         assert_eq!(locked_bytes(), 5 * page());
         pinned.repin(&part).expect("the kernel takes it");
         assert!(is_pinned(start, 8 * page()) && is_locked(&(start..start + 8 * page())));
-        assert!(pinned.unpin(&part).expect("once more"));
+        assert!(pinned.unpin(&part, &mut go_on).expect("once more"));
         pinned.release().expect("the kernel takes it");
         assert_eq!((pinned_ranges(), locked_bytes()), (0, 0));
     });
@@ -294,8 +294,9 @@ fn a_region_does_not_unpin_what_is_not_its_own() {
     alone("a_region_does_not_unpin_what_is_not_its_own", || {
         let [one, other] = [(); 2].map(|()| pin(2 * page(), &region_of(Pages::Base)).expect("a region"));
         let starts = [one.region().address(), other.region().address()];
-        assert!(!one.unpin(&(starts[1]..starts[1] + page())).is_ok_and(|unpinned| unpinned));
-        assert!(!one.unpin(&(starts[0] + page()..starts[0] + page())).is_ok_and(|unpinned| unpinned), "nothing at all");
+        assert!(!one.unpin(&(starts[1]..starts[1] + page()), &mut go_on).is_ok_and(|unpinned| unpinned));
+        let nothing = starts[0] + page()..starts[0] + page();
+        assert!(!one.unpin(&nothing, &mut go_on).is_ok_and(|unpinned| unpinned));
         assert!(starts.iter().all(|&start| is_pinned(start, 2 * page()) && page_is_locked(start)));
     });
 }

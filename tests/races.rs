@@ -205,3 +205,29 @@ fn a_request_does_not_fail_on_memory_that_another_thread_is_trimming() {
         });
     });
 }
+
+/// Drivers that map whole pages are asked first whether they know them: of two neighbours that come at once, each would
+/// hear that they do not.
+#[test]
+fn neighbours_on_one_page_are_not_adopted_at_once() {
+    alone("neighbours_on_one_page_are_not_adopted_at_once", || {
+        let memory = Memory::new(2);
+        let middle = memory.start() + page() + 100;
+        let (sender, receiver) = mpsc::channel();
+        thread::scope(|scope| {
+            let (left, ()) = paused(
+                Rule::mlock(0),
+                || adopt(memory.start(), page() + 100),
+                || {
+                    scope.spawn(|| sender.send(adopt(middle, 100)).expect("we listen"));
+                    let early = receiver.recv_timeout(Duration::from_millis(100));
+                    assert!(early.is_err(), "the other one is on its way");
+                },
+            );
+            let right = receiver.recv().expect("an answer");
+            assert!(shared::is_pinned(memory.start(), page() + 100) && shared::is_pinned(middle, 100));
+            drop((left, right));
+        });
+        assert_eq!((locked_bytes(), pinned_ranges()), (0, 0));
+    });
+}

@@ -322,7 +322,7 @@ class Registration:
 
     @property
     def closed(self) -> bool:
-        """Whether `close` was called."""
+        """Whether the pinning has ended. In a forked child it always has."""
 
     @property
     def unregistered(self) -> str | None:
@@ -332,7 +332,9 @@ class Registration:
         """Unpin the memory now, and let go of the object. A second call does nothing.
 
         OSError or DriverError where that is refused: the memory is still pinned then, and `close()` may be called
-        again.
+        again. Some Level Zero drivers keep such memory for some seconds, and hand it to others: `close()` waits for its
+        end, up to 20 seconds. PinpoolError after that, or what a signal handler raises: the memory is not to be used
+        then, its object is kept, and `close()` may be called again. In a forked child it lets go of the object only.
         """
 
     def __enter__(self) -> Self: ...
@@ -435,7 +437,9 @@ def torch_empty(pool: PinnedPool, shape: Shape, dtype: object, *, timeout: float
 def unpin(obj: object) -> bool:
     """Unlock the pool block that holds an object now; its memory stays valid until the last alias is gone.
 
-    False: no pool block, or unlocked before. ValueError for memory that a Registration pins.
+    A block with a region of its own is unregistered, too; drivers that keep such memory for others are waited for.
+    False: no pool block, or unlocked before. ValueError for memory that a Registration pins. Other errors leave the
+    block locked; after PinpoolError, a driver may hand its memory to others, and it is not to be used.
     """
 
 def use_exchange_api(types: Sequence[type]) -> bool:

@@ -4,13 +4,21 @@
 //! driver calls too large is halved, down to a floor. Whatever fails, what was made is unmade in reverse.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
 
 use super::{Device, DeviceId, Ending, Registration, Request};
 use crate::error::{Error, Result};
+use crate::os;
 use crate::region::Progress;
 
 /// Smaller pieces are not tried when a driver refuses one.
 pub(crate) const SMALLEST_PIECE: usize = 16 << 20;
+
+/// How long a driver is given to forget a range. Those that are known to keep one do so for about ten seconds.
+pub const FORGETTING_LIMIT: Duration = Duration::from_secs(20);
+/// How often it is asked meanwhile.
+const ASKING_PAUSE: Duration = Duration::from_millis(5);
 
 /// Whether a range may be registered in several pieces. Pool memory may not: a copy must not cross from one
 /// registration into the next, and no block does.
@@ -29,15 +37,15 @@ pub struct Registrations {
     end: usize,
     live: Mutex<Vec<Registration>>,
     /// Ended, and not forgotten yet.
-    lingering: Mutex<Vec<Registration>>,
+    lingering: Mutex<Vec<Arc<Registration>>>,
 }
 
 impl Registrations {
     /// Registers a range with all devices.
     ///
     /// # Errors
-    /// The first refusal. Nothing stays registered, unless a driver refuses to take back what it gave: then
-    /// [`Refused::stuck`] holds it, and the pages must stay.
+    /// The first refusal. Nothing stays registered, unless a driver refuses to take back what it gave, or has not
+    /// forgotten it: then [`Refused::stuck`] holds it, and the pages must stay.
     pub fn make(
         devices: &[Arc<dyn Device>],
         request: &Request,
@@ -82,7 +90,12 @@ impl Registrations {
                 Err(error) if cut == Cut::Pieces && piece.len > SMALLEST_PIECE && device.is_too_large(&error) => {
                     size = piece.len / 2;
                 }
-                Err(error) => return Err(error),
+                Err(error) => {
+                    if matches!(error, Error::Lingering { .. }) {
+                        self.lingering().push(Arc::new(Registration { device: Arc::clone(device), request: piece }));
+                    }
+                    return Err(error);
+                }
             }
         }
         Ok(())
@@ -102,7 +115,7 @@ impl Registrations {
 
     /// Whether no driver was told of the range.
     pub fn are_none(&self) -> bool {
-        self.live().is_empty() && lock(&self.lingering).is_empty()
+        self.live().is_empty() && self.lingering().is_empty()
     }
 
     /// Bytes that are registered with each device, one entry a piece.
@@ -118,7 +131,7 @@ impl Registrations {
         while let Some(registration) = self.take_last() {
             match registration.end() {
                 Ok(Ending::Done) => {}
-                Ok(Ending::Lingering) => lock(&self.lingering).push(registration),
+                Ok(Ending::Lingering) => self.lingering().push(Arc::new(registration)),
                 Err(error) => {
                     self.live().push(registration);
                     return Err(error);
@@ -128,12 +141,52 @@ impl Registrations {
         Ok(())
     }
 
-    /// Whether no driver knows any part of the range any more. Asks the drivers about what lingers.
+    /// Whether no driver knows any part of the range any more. Asks the drivers about what lingers. Several threads may
+    /// ask at a time: what lingers stays in the list until a driver has said that it is forgotten.
     pub fn are_forgotten(&self) -> bool {
-        let lingering = std::mem::take(&mut *lock(&self.lingering));
-        let remembered: Vec<_> = lingering.into_iter().filter(|registration| !registration.is_forgotten()).collect();
-        lock(&self.lingering).extend(remembered);
+        let asked = self.lingering().clone();
+        let forgotten: Vec<_> = asked.into_iter().filter(|registration| registration.is_forgotten()).collect();
+        self.lingering().retain(|known| !forgotten.iter().any(|gone| Arc::ptr_eq(known, gone)));
         self.are_none()
+    }
+
+    /// Waits until the drivers have forgotten a range whose registrations have ended: before that they may hand its
+    /// memory to others, and its owner must not use it. `false`: they have not within `limit`. `progress` is asked
+    /// between the looks, with no bytes.
+    ///
+    /// # Errors
+    /// `Interrupted` when `progress` says so, `Forked` in a child that it has forked.
+    pub fn await_forgotten(&self, limit: Duration, progress: &mut Progress<'_>) -> Result<bool> {
+        let (start, process) = (Instant::now(), os::fork_generation());
+        while !self.are_forgotten() {
+            if start.elapsed() >= limit {
+                return Ok(false);
+            }
+            if progress(0, 0).is_break() {
+                return Err(Error::Interrupted);
+            }
+            if process != os::fork_generation() {
+                return Err(Error::Forked);
+            }
+            thread::sleep(ASKING_PAUSE);
+        }
+        Ok(true)
+    }
+
+    /// As [`await_forgotten`](Self::await_forgotten), for [`FORGETTING_LIMIT`].
+    ///
+    /// # Errors
+    /// And `Lingering` where a driver has not forgotten the range by then.
+    pub fn expect_forgotten(&self, progress: &mut Progress<'_>) -> Result<()> {
+        if self.await_forgotten(FORGETTING_LIMIT, progress)? {
+            return Ok(());
+        }
+        let first = self.lingering().first().cloned();
+        first.map_or(Ok(()), |registration| {
+            let waited = FORGETTING_LIMIT.as_secs();
+            let why = format!("it was waited for, {waited} s long; close() or unpin it again later, which waits on");
+            Err(not_forgotten(registration.device.id(), &registration.request, why))
+        })
     }
 
     fn take_last(&self) -> Option<Registration> {
@@ -143,6 +196,10 @@ impl Registrations {
     fn live(&self) -> MutexGuard<'_, Vec<Registration>> {
         lock(&self.live)
     }
+
+    fn lingering(&self) -> MutexGuard<'_, Vec<Arc<Registration>>> {
+        lock(&self.lingering)
+    }
 }
 
 /// Unregisters when the caller's progress callback panics.
@@ -150,7 +207,7 @@ struct EndOnPanic<'a>(&'a Registrations);
 
 impl Drop for EndOnPanic<'_> {
     fn drop(&mut self) {
-        if std::thread::panicking() {
+        if thread::panicking() {
             let _ = self.0.end();
         }
     }
@@ -161,7 +218,7 @@ impl Drop for EndOnPanic<'_> {
 pub struct Refused {
     /// The first refusal.
     pub error: Error,
-    /// What a driver would not take back.
+    /// What a driver would not take back, or has not forgotten.
     pub stuck: Option<Box<Registrations>>,
 }
 
@@ -187,8 +244,14 @@ fn pause_between_pieces(done: usize, total: usize, progress: &mut Progress<'_>) 
     if done == total {
         return Ok(());
     }
-    std::thread::yield_now();
+    thread::yield_now();
     if progress(done, total).is_break() { Err(Error::Interrupted) } else { Ok(()) }
+}
+
+/// The error about a range that a device's driver has not forgotten.
+pub(super) fn not_forgotten(device: DeviceId, request: &Request, why: String) -> Error {
+    let Request { address, len: bytes, .. } = *request;
+    Error::Lingering { device: device.to_string().into(), address, bytes, why }
 }
 
 fn too_large(device: DeviceId, len: usize, largest: usize) -> Error {

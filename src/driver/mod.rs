@@ -125,7 +125,8 @@ pub trait Device: Send + Sync + fmt::Debug {
     /// Registers a range. On an error nothing is registered.
     ///
     /// # Errors
-    /// `Driver` with call and code, `Unsupported` where the device cannot.
+    /// `Driver` with call and code, `Unsupported` where the device cannot; `Lingering` where the driver took the range,
+    /// gave it back and knows it still.
     fn register(&self, request: &Request) -> Result<()>;
     /// Unregisters a range that [`register`](Self::register) registered.
     ///

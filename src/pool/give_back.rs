@@ -33,6 +33,10 @@ impl Inner {
     /// Keeps a block that cannot be reused yet.
     fn put_aside(self: &Arc<Self>, record: Arc<Record>) {
         let must_wait = record.is_in_flight();
+        if record.is_spent() && !must_wait {
+            let _ = self.dispose(&[record]); // what the system refuses is counted as leaked
+            return self.announce();
+        }
         self.store().pending.add(record);
         if self.cache.check_open().is_err() {
             if must_wait {
@@ -133,13 +137,15 @@ impl Inner {
     pub(super) fn restock_pending(&self) -> bool {
         let (mut any, mut refused) = (false, Vec::new());
         self.settle(|record| {
-            if record.is_unpinned() && self.repin(&record).is_err() {
+            if record.is_spent() {
+                let _ = self.dispose(&[record]); // what the system refuses is counted as leaked
+            } else if record.is_unpinned() && self.repin(&record).is_err() {
                 refused.push(record);
-                return;
+            } else {
+                any = true;
+                self.poison(&record);
+                self.restock(record); // at once: others may want it while the next event is asked
             }
-            any = true;
-            self.poison(&record);
-            self.restock(record); // at once: others may want it while the next event is asked
         });
         self.put_back(refused);
         any
@@ -154,11 +160,12 @@ impl Inner {
     }
 
     /// Takes out the pending blocks that no device work uses any more, their pages locked where they must be. Those whose
-    /// pages the kernel does not lock stay where they are.
+    /// pages the kernel does not lock stay where they are. What is spent comes out as it is, to be disposed of.
     fn reclaim(&self, must_lock: impl Fn(&Record) -> bool) -> Vec<Arc<Record>> {
         let mut settled = Vec::new();
         self.settle(|record| settled.push(record));
-        let is_ready = |record: &Arc<Record>| !record.is_unpinned() || !must_lock(record) || self.repin(record).is_ok();
+        let is_locked = |record: &Record| !record.is_unpinned() || !must_lock(record) || self.repin(record).is_ok();
+        let is_ready = |record: &Arc<Record>| record.is_spent() || is_locked(record);
         let (ready, refused): (Vec<_>, Vec<_>) = settled.into_iter().partition(is_ready);
         self.put_back(refused);
         ready
@@ -227,7 +234,7 @@ impl Inner {
     }
 
     /// Unlocks a live block. `None`: the address lies in no block of this pool.
-    pub(super) fn unpin(self: &Arc<Self>, address: usize) -> Option<Result<bool>> {
+    pub(super) fn unpin(self: &Arc<Self>, address: usize, progress: &mut Progress<'_>) -> Option<Result<bool>> {
         let (record, region) = self.store().find_block(address)?;
         if record.is_in_flight() {
             record.look();
@@ -240,13 +247,17 @@ impl Inner {
                 return Some(Err(Error::invalid("memory", why)));
             }
         }
-        let unpinned = region.unpin(&record.range());
-        match record.end_unpin(matches!(unpinned, Ok(true))) {
+        let unpinned = region.unpin(&record.range(), progress);
+        if region.has_lost_registrations() {
+            record.spend();
+        }
+        let returned = record.end_unpin(matches!(unpinned, Ok(true)));
+        drop(region); // before the block is put aside: what is spent goes at once, and nobody else may hold it then
+        match returned {
             Some(Return::Pending) => self.put_aside(record),
             Some(_) => self.restock(record),
             None => {}
         }
-        drop(region);
         if self.cache.check_open().is_err() {
             let _ = self.dispose(&[]); // the region may have become idle meanwhile
         }

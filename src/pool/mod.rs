@@ -296,14 +296,23 @@ impl Drop for Pool {
 /// gone. `false`: no live block holds it, or it was unlocked before.
 ///
 /// # Errors
-/// `Invalid` for memory that a registration pins; `Os` with the kernel's refusal, or `Unsupported` for memory that is
-/// registered with a device: the block is still pinned.
+/// As [`unpin_within`], which this is without being interrupted.
 pub fn unpin(address: usize) -> Result<bool> {
+    unpin_within(address, &mut |_, _| ControlFlow::Continue(()))
+}
+
+/// As [`unpin`], and asks `progress` now and then, with no bytes, while a driver that was told to give the block up has
+/// not forgotten it.
+///
+/// # Errors
+/// `Invalid` for memory that a registration pins, else as [`Pinned::unpin`](crate::pinned::Pinned::unpin): the block is
+/// still pinned.
+pub fn unpin_within(address: usize, progress: &mut Progress<'_>) -> Result<bool> {
     if global().read(|registry| registry.find(address).is_some_and(|found| found.adopted)) {
         return Err(Error::invalid("memory", "a Registration pins it; close() the Registration instead"));
     }
     let alive: Vec<Arc<Inner>> = pools().iter().filter_map(Weak::upgrade).collect();
-    alive.iter().find_map(|pool| pool.unpin(address)).unwrap_or(Ok(false))
+    alive.iter().find_map(|pool| pool.unpin(address, progress)).unwrap_or(Ok(false))
 }
 
 /// Keeps the block that holds a range from reuse until the work is done that was queued on a stream before. Does nothing

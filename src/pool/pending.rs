@@ -49,13 +49,12 @@ impl Waiting {
 impl Pending {
     pub(super) fn add(&mut self, record: Arc<Record>) {
         self.bytes += record.len;
-        match record.place() {
-            Some(Place { queue, number }) => self.lines.entry(queue).or_default().insert(number, record),
-            None => {
-                self.count += 1;
-                self.others.insert(self.count, record)
-            }
-        };
+        if let Some(Place { queue, number }) = record.place() {
+            self.lines.entry(queue).or_default().insert(number, record);
+        } else {
+            self.count += 1;
+            self.others.insert(self.count, record);
+        }
     }
 
     /// Takes a block out. False: another thread has done so.

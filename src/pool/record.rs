@@ -28,6 +28,8 @@ const OWNED: u8 = 1;
 const UNPINNING: u8 = 2;
 /// Its pages are unlocked.
 const UNPINNED: u8 = 4;
+/// It cannot be used again: its registrations have ended. Stays.
+const SPENT: u8 = 16;
 /// Device work may use it. Changes under the lock of `in_flight` only, and is set only while a caller owns the block.
 const IN_FLIGHT: u8 = 8;
 
@@ -74,10 +76,10 @@ impl Record {
 
     /// Claims the right to unlock the pages of a block that is live, pinned and not in flight.
     pub(super) fn begin_unpin(&self) -> Unpinning {
-        let begun = self.state.compare_exchange(OWNED, OWNED | UNPINNING, Ordering::AcqRel, Ordering::Acquire);
-        match begun {
+        let pinned = |state: u8| (state & !SPENT == OWNED).then_some(state | UNPINNING);
+        match self.state.fetch_update(Ordering::AcqRel, Ordering::Acquire, pinned) {
             Ok(_) => Unpinning::Begun,
-            Err(state) if state == OWNED | IN_FLIGHT => Unpinning::InFlight,
+            Err(state) if state & !SPENT == OWNED | IN_FLIGHT => Unpinning::InFlight,
             Err(_) => Unpinning::Needless,
         }
     }
@@ -87,6 +89,15 @@ impl Record {
         let ended = if unpinned { UNPINNING | UNPINNED } else { UNPINNING };
         let before = self.state.fetch_xor(ended, Ordering::AcqRel);
         (before & OWNED == 0).then(|| after_return(before ^ ended))
+    }
+
+    /// The block is not to be used again, once its owner lets go. Called between `begin_unpin` and `end_unpin`.
+    pub(super) fn spend(&self) {
+        self.state.fetch_or(SPENT, Ordering::AcqRel);
+    }
+
+    pub(super) fn is_spent(&self) -> bool {
+        self.state.load(Ordering::Acquire) & SPENT != 0
     }
 
     /// The pages of a returned block are locked again.

@@ -125,9 +125,11 @@ impl From<Error> for PyErr {
                 })
             }
             Error::Overlap { .. } | Error::Invalid { .. } | Error::Closed => PyValueError::new_err(text),
-            Error::Unsupported { .. } | Error::Captured { .. } | Error::Forked | Error::Interrupted => {
-                PinpoolError::new_err(text)
-            }
+            Error::Unsupported { .. }
+            | Error::Lingering { .. }
+            | Error::Captured { .. }
+            | Error::Forked
+            | Error::Interrupted => PinpoolError::new_err(text),
         }
     }
 }

@@ -448,9 +448,11 @@ impl Drop for PinnedPool {
 
 /// Unlock the pool block that holds an object now; its memory stays valid until the last alias is gone.
 ///
-/// False: no pool block, or unlocked before. ValueError for memory that a Registration pins.
+/// A block with a region of its own is unregistered, too; drivers that keep such memory for others are waited for.
+/// False: no pool block, or unlocked before. ValueError for memory that a Registration pins. Other errors leave the
+/// block locked; after PinpoolError, a driver may hand its memory to others, and it is not to be used.
 #[pyfunction]
 pub(crate) fn unpin(py: Python<'_>, obj: &Bound<'_, PyAny>) -> PyResult<bool> {
     let Some(Span { address, .. }) = span_of(obj)?.filter(|span| span.len > 0) else { return Ok(false) };
-    Ok(py.detach(|| crate::pool::unpin(address))?)
+    detached(py, |_, _, _| Ok(()), |progress| crate::pool::unpin_within(address, progress))
 }

@@ -2,7 +2,7 @@
 #![allow(clippy::doc_markdown)] // Python shows these comments
 #![allow(unsafe_code)] // adopts memory that an object keeps alive
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::prelude::*;
@@ -11,6 +11,8 @@ use super::extent::{Extent, Owner, Span, span_of};
 use super::{detached, devices};
 use crate::driver::Registering;
 use crate::driver::engine::Registrations;
+use crate::fork::PerProcess;
+use crate::os;
 use crate::pinned::Adopted;
 use crate::registry::shared::{is_pinned as range_is_pinned, is_registered as range_is_registered};
 
@@ -22,8 +24,12 @@ pub(crate) struct Registration {
     address: usize,
     nbytes: usize,
     unregistered: Option<String>,
-    /// Used without the interpreter, and never while Python is called.
+    /// Used without the interpreter, and never while Python is called; nor in a forked child, where it may be locked
+    /// for good by a thread that the child does not have.
     adopted: Mutex<Option<Adopted>>,
+    /// What the drivers know of the memory since the pinning has ended.
+    ended: OnceLock<Arc<Registrations>>,
+    fork_generation: u64,
     /// Used with the interpreter only, so that the collector sees it or does not.
     owner: Mutex<Option<Owner>>,
 }
@@ -50,7 +56,8 @@ impl Registration {
             Ok(adopted) => {
                 let unregistered = adopted.refusal().map(ToString::to_string);
                 let (adopted, owner) = (Mutex::new(Some(adopted)), Mutex::new(Some(owner)));
-                Ok(Self { address, nbytes, unregistered, adopted, owner })
+                let (ended, fork_generation) = (OnceLock::new(), os::fork_generation());
+                Ok(Self { address, nbytes, unregistered, adopted, ended, fork_generation, owner })
             }
             Err(error) => {
                 if stuck {
@@ -61,34 +68,41 @@ impl Registration {
         }
     }
 
+    /// Whether it is the parent's, and this process a forked child.
+    fn is_inherited(&self) -> bool {
+        self.fork_generation != os::fork_generation()
+    }
+
     /// Ends the pinning, without the interpreter. A second thread waits for the first.
-    fn end(&self) -> crate::Result<Option<Arc<Registrations>>> {
+    fn end(&self) -> crate::Result<&Arc<Registrations>> {
         let mut adopted = self.adopted.lock().unwrap_or_else(PoisonError::into_inner);
-        let Some(held) = adopted.as_mut() else { return Ok(None) };
-        held.release()?;
-        Ok(adopted.take().map(Adopted::into_registrations))
+        if let Some(held) = adopted.as_mut() {
+            held.release()?;
+        }
+        Ok(self.ended.get_or_init(|| adopted.take().map(Adopted::into_registrations).unwrap_or_default()))
     }
 
     fn take_owner(&self) -> Option<Owner> {
         self.owner.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 
-    /// Lets go of the object, once no driver knows its memory any more.
-    fn let_go(&self, registrations: Option<Arc<Registrations>>) {
-        let Some(registrations) = registrations else { return }; // another thread's close sees to the owner
-        let owner = self.take_owner();
-        if registrations.are_forgotten() {
+    /// Lets go of the object, or leaves it to whoever comes later, while a driver still knows its memory.
+    fn let_go(&self, ended: &Arc<Registrations>) {
+        let Some(owner) = self.take_owner() else { return };
+        if ended.are_forgotten() {
             drop(owner);
         } else {
-            lingering_owners().extend(owner.map(|owner| (registrations, owner)));
+            lingering_owners().push((Arc::clone(ended), owner));
         }
     }
 }
 
+type Lingering = Vec<(Arc<Registrations>, Owner)>;
+
 /// Objects whose memory a driver still knows after its registration ended.
-fn lingering_owners() -> MutexGuard<'static, Vec<(Arc<Registrations>, Owner)>> {
-    static LINGERING: Mutex<Vec<(Arc<Registrations>, Owner)>> = Mutex::new(Vec::new());
-    LINGERING.lock().unwrap_or_else(PoisonError::into_inner)
+fn lingering_owners() -> MutexGuard<'static, Lingering> {
+    static LINGERING: PerProcess<Mutex<Lingering>> = PerProcess::new();
+    LINGERING.get().lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Drops those that the drivers have forgotten since.
@@ -104,10 +118,14 @@ impl Registration {
     /// Unpin the memory now, and let go of the object. A second call does nothing.
     ///
     /// OSError or DriverError where that is refused: the memory is still pinned then, and `close()` may be called
-    /// again.
+    /// again. Some Level Zero drivers keep such memory for some seconds, and hand it to others: `close()` waits for its
+    /// end, up to 20 seconds. PinpoolError after that, or what a signal handler raises: the memory is not to be used
+    /// then, its object is kept, and `close()` may be called again. In a forked child it lets go of the object only.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
-        let registrations = py.detach(|| self.end())?;
-        self.let_go(registrations);
+        if !self.is_inherited() {
+            detached(py, |_, _, _| Ok(()), |progress| self.end()?.expect_forgotten(progress))?;
+        }
+        drop(self.take_owner());
         drop_forgotten_owners();
         Ok(())
     }
@@ -118,10 +136,10 @@ impl Registration {
         self.unregistered.as_deref()
     }
 
-    /// Whether `close` was called.
+    /// Whether the pinning has ended. In a forked child it always has.
     #[getter]
     fn closed(&self) -> bool {
-        self.adopted.lock().unwrap_or_else(PoisonError::into_inner).is_none()
+        self.is_inherited() || self.ended.get().is_some()
     }
 
     /// Address of the first byte.
@@ -173,8 +191,11 @@ impl Registration {
 impl Registration {
     /// As `close`, where nobody is there to be told of an error: the object then stays, as its pages do.
     fn finish(&self) {
+        if self.is_inherited() {
+            return drop(self.take_owner());
+        }
         match self.end() {
-            Ok(registrations) => self.let_go(registrations),
+            Ok(ended) => self.let_go(ended),
             Err(_) => std::mem::forget(self.take_owner()),
         }
     }
@@ -182,9 +203,12 @@ impl Registration {
 
 impl Drop for Registration {
     fn drop(&mut self) {
+        if self.is_inherited() {
+            return drop(self.take_owner());
+        }
         // Without the interpreter where there is one: unlocking a large range takes long.
         match Python::try_attach(|py| py.detach(|| self.end())) {
-            Some(Ok(registrations)) => self.let_go(registrations),
+            Some(Ok(ended)) => self.let_go(ended),
             Some(Err(_)) | None => std::mem::forget(self.take_owner()),
         }
     }

@@ -129,7 +129,8 @@ impl<T> Registry<T> {
         }
         self.check_overlap(&range)?;
         let edges = self.edges(&range);
-        if edges.iter().any(|page| self.edge_pages.get(page) == Some(&0)) {
+        let is_being_unlocked = |page| self.edge_pages.get(page) == Some(&0);
+        if edges.iter().any(|page| is_being_unlocked(page) || self.is_arriving_on(*page)) {
             return Ok(Adoption::Busy);
         }
         for page in edges {
@@ -285,6 +286,13 @@ impl<T> Registry<T> {
         }
     }
 
+    /// Whether an entry that holds a part of this page is arriving. Drivers that map whole pages are asked first
+    /// whether they know them, and could not tell of two neighbours that arrive at once.
+    fn is_arriving_on(&self, page: usize) -> bool {
+        let before_end = self.entries.range(..page + self.page).rev();
+        before_end.take_while(|(_, entry)| entry.end > page).any(|(_, entry)| entry.state == State::Arriving)
+    }
+
     /// The first and the last page of a range; one page where they are the same, none for an empty range.
     fn edges(&self, range: &Range<usize>) -> Vec<usize> {
         if range.is_empty() {
@@ -362,6 +370,26 @@ mod tests {
         assert_eq!(registry.adopt(3..40).expect("the same range"), Adoption::Busy);
         registry.remove(left);
         assert!(matches!(registry.adopt(40..44), Ok(Adoption::Arriving(_))));
+    }
+
+    #[test]
+    fn neighbours_on_one_page_arrive_one_after_the_other() {
+        let mut registry = Registry::<()>::new(PAGE);
+        let Ok(Adoption::Arriving(first)) = registry.adopt(3..40) else { panic!("nothing is there") };
+        for neighbour in [40..44, 44..100, 0..2] {
+            assert_eq!(registry.adopt(neighbour.clone()).expect("no overlap"), Adoption::Busy, "{neighbour:?}");
+        }
+        let apart = adopt(&mut registry, 48..52);
+        registry.publish(first, Arc::default());
+        let second = adopt(&mut registry, 40..44);
+        assert_eq!(registry.retire(first), Some(0..32));
+        for key in [second, apart] {
+            registry.retire(key);
+        }
+        for key in [first, second, apart] {
+            registry.remove(key);
+        }
+        assert!(registry.is_empty() && registry.edge_pages.is_empty());
     }
 
     #[test]

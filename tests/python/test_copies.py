@@ -19,26 +19,32 @@ CUDA, XPU = torch.device("cuda:1"), torch.device("xpu:1")
 
 
 class OnDevice(torch.Tensor):
-    """A tensor that says it is on a device, and keeps its values on the host."""
+    """A tensor that says it is on a device, which this torch need not know."""
 
     @staticmethod
     def __new__(cls, values, device):
-        return torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=values.dtype, device=device)
-
-    def __init__(self, values, _device):
-        self.values, self.options = values, {}
+        tensor = values.as_subclass(cls)
+        tensor.says, tensor.non_blocking = device, None
+        return tensor
 
     @classmethod
-    def __torch_dispatch__(cls, func, types, args, kwargs=None):
-        kwargs = kwargs or {}
-        for argument in args:
-            if isinstance(argument, cls):
-                argument.options = kwargs | dict(zip(("self", "src", "non_blocking"), args, strict=False))
-        plain = [argument.values if isinstance(argument, cls) else argument for argument in args]
-        if func is torch.ops.aten._to_copy.default:
-            return plain[0].clone()
-        func(*plain, **kwargs)
-        return args[0]
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func == torch.Tensor.device.__get__:
+            return args[0].says
+        if func == torch.Tensor.copy_:
+            for tensor in args:
+                tensor.non_blocking = kwargs["non_blocking"]
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs or {})
+
+
+class Opaque(OnDevice):
+    """A tensor that does not tell what it is made of."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        with torch._C._DisableTorchDispatch():
+            return func(*args, **kwargs or {})
 
 
 class Work:
@@ -161,7 +167,7 @@ def test_a_copy_to_a_device_is_recorded_on_the_current_stream_of_that_device(poo
     host, device = in_pool(pool, 4, 5), OnDevice(torch.zeros(5), CUDA)
     row = host[2].fill_(7)
     copy_(device, row)
-    assert device.options["non_blocking"] is True
+    assert device.non_blocking is True
     ((recorded, stream),) = records
     assert recorded is row
     assert stream == "current of cuda:1"
@@ -228,11 +234,13 @@ def test_the_parts_of_a_wrapper_are_recorded(pool, records):
 
 
 def test_the_copy_of_what_cannot_be_looked_into_blocks(records):
-    host, device = torch.eye(3).to_sparse(), OnDevice(torch.eye(3), CUDA)
-    assert not _copies._can_be_followed(host)
-    assert _copies._can_be_followed(device)
-    assert _copies._can_be_followed(TwoTensor(torch.ones(3), torch.ones(3)))
+    host, device = Opaque(torch.ones(3), torch.device("cpu")), OnDevice(torch.zeros(3), CUDA)
+    copy_(device, host)
+    assert (device.tolist(), device.non_blocking) == ([1] * 3, False)
+    assert records == []
+    assert not _copies._can_be_followed(torch.eye(3).to_sparse())
     assert not _copies._can_be_followed(TwoTensor(host, host))
+    assert _copies._can_be_followed(TwoTensor(torch.ones(3), torch.ones(3)))
 
 
 # Other accelerators
@@ -242,7 +250,7 @@ def test_a_block_waits_for_the_event_of_another_accelerator(pool, events):
     host = in_pool(pool, MIB // 4)
     copy_(torch.zeros(5), OnDevice(torch.ones(5), XPU))
     assert events == []
-    copy_(host, OnDevice(torch.ones(MIB // 4), XPU))
+    copy_(OnDevice(torch.ones(MIB // 4), XPU), host)
     (event,) = events
     assert (event.device, event.stream) == (XPU, "current of xpu:1")
     del host

@@ -283,6 +283,37 @@ run_beside(works, 20, child)
     )
 
 
+def test_a_child_may_ask_a_registration_that_another_thread_is_closing(run_with_driver, fake_libcuda):
+    script = """
+        pool, memory = PinnedPool("cuda:0", max_bytes=MIB), mmap(-1, PAGE)
+        kept = weakref.ref(memory)
+        registrations = [pool.register(memory)]
+        del memory
+        driver.hold("cuMemHostUnregister", 1)
+        closing = threading.Thread(target=registrations[0].close)
+        closing.start()
+        while not driver.held():
+            pass
+        assert not registrations[0].closed
+
+        def child():
+            assert registrations[0].closed and "closed" in repr(registrations[0])
+            registrations[0].close()
+            assert kept() is None
+            with register(bytearray(5)) as registration:
+                assert not registration.closed
+            gc.collect()
+
+        in_child(child)
+        driver.hold("cuMemHostUnregister", 0)
+        closing.join()
+        assert registrations[0].closed and kept() is None
+        pool.close()
+    """
+    before = 'import warnings, weakref\nwarnings.filterwarnings("ignore", ".*multi-threaded.*", DeprecationWarning)\n'
+    run_with_driver(script, f"FakeCuda({str(fake_libcuda)!r})", before, PINPOOL_CUDA_LIBRARY=fake_libcuda)
+
+
 def test_a_multiprocessing_worker_reads_what_its_parent_pinned(run):
     run(
         PARENT

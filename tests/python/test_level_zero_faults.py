@@ -12,6 +12,14 @@ def script(run_with_driver, fake_level_zero):
     return script
 
 
+ADDRESS = """
+import ctypes
+
+def _address(memory):
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+"""
+
+
 # Drivers without the extension
 
 
@@ -181,13 +189,14 @@ def test_freed_memory_that_the_driver_keeps_stays_mapped_until_it_is_forgotten(s
     """, "reuse=1")  # fmt: skip
 
 
-def test_adopted_memory_outlives_its_owner_until_the_driver_forgets_it(script):
+def test_adopted_memory_that_is_dropped_outlives_its_owner_until_the_driver_forgets_it(script):
     script("""
         import weakref
         pool = PinnedPool("xpu:0", max_bytes=MIB)
         memory = mmap(-1, PAGE)
         kept = weakref.ref(memory)
-        pool.register(memory).close()
+        registration = pool.register(memory)
+        del registration  # nothing waits
         assert "as host memory already" in refusal(pool.register, memory)
         del memory
         gc.collect()
@@ -196,6 +205,201 @@ def test_adopted_memory_outlives_its_owner_until_the_driver_forgets_it(script):
         register(bytearray(1)).close()
         assert kept() is None
     """, "reuse=1")  # fmt: skip
+
+
+WAITING = """
+import weakref
+
+def start(*calls):
+    "Makes calls that wait for the driver, and returns when each has asked it several times."
+    asked, results = driver.calls("zeMemGetAllocProperties"), []
+    threads = [threading.Thread(target=lambda call=call: results.append(call())) for call in calls]
+    for thread in threads:
+        thread.start()
+    while not driver.cached() or driver.calls("zeMemGetAllocProperties") < asked + 5 * len(calls):
+        pass
+    assert results == [] and all(thread.is_alive() for thread in threads)
+    return threads, results
+
+def finish(threads, results):
+    driver.forget()
+    for thread in threads:
+        thread.join()
+    return results
+
+def interrupted(call, *arguments):
+    "Presses Ctrl-C while the call waits for the driver."
+    asked = driver.calls("zeMemGetAllocProperties")
+    def interrupt():
+        while not driver.cached() or driver.calls("zeMemGetAllocProperties") < asked + 3:
+            pass
+        signal.raise_signal(signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    try:
+        call(*arguments)
+    except KeyboardInterrupt:
+        thread.join()
+        return True
+"""
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_closing_waits_until_the_driver_has_forgotten_the_memory(script, count):
+    script(f"""
+        pool = PinnedPool("xpu:0", max_bytes=MIB)
+        memory = mmap(-1, PAGE)
+        kept = weakref.ref(memory)
+        registration = pool.register(memory)
+        del memory
+        begun = start(*[registration.close] * {count})
+        assert kept() is not None and not is_registered((registration.ptr, PAGE), "xpu:0")
+        assert finish(*begun) == [None] * {count}
+        assert registration.closed and kept() is None and driver.calls("zeMemFree") == 1
+    """, "reuse=1", WAITING)  # fmt: skip
+
+
+def test_closing_can_be_interrupted_while_it_waits_and_keeps_the_object(script):
+    script("""
+        pool = PinnedPool("xpu:0", max_bytes=MIB)
+        memory = mmap(-1, PAGE)
+        kept = weakref.ref(memory)
+        registrations = [pool.register(memory)]
+        del memory
+        assert interrupted(registrations[0].close)
+        assert registrations[0].closed and kept() is not None and status("VmLck") == 0
+        assert finish(*start(registrations[0].close)) == [None] and kept() is None
+
+        memory = mmap(-1, PAGE)
+        kept = weakref.ref(memory)
+        registrations = [pool.register(memory)]
+        del memory
+        assert interrupted(registrations[0].close)
+        registrations.clear()
+        gc.collect()
+        assert kept() is not None and driver.cached() == 1
+        driver.forget()  # it looks for the pages
+        register(bytearray(1)).close()
+        assert kept() is None
+    """, "reuse=1", WAITING)  # fmt: skip
+
+
+def test_unpinning_waits_until_the_driver_has_forgotten_the_block(script):
+    script("""
+        pool = PinnedPool("xpu:0", max_bytes=8 * MIB)
+        array = pool.empty(3 * MIB)
+        extent = array.ptr, 3 * MIB
+        threads, results = start(lambda: _pinpool.unpin(extent))
+        assert not pool.is_pinned(extent) and not is_registered(extent, "xpu:0")
+        assert finish(threads, results) == [True]
+        assert status("VmLck") == 0 and pool.stats()["registered_bytes"] == {} and driver.live() == 0
+        assert memoryview(array)[-1] == 0 and not _pinpool.unpin(extent)
+        del array
+        assert pool.stats()["reserved_bytes"] == 0 and driver.calls("zeMemFree") == 1
+    """, "reuse=1", WAITING)  # fmt: skip
+
+
+def test_unpinning_can_be_interrupted_while_it_waits_and_the_block_is_never_reused(script):
+    script("""
+        pool = PinnedPool("xpu:0", max_bytes=3 * MIB)
+        array = pool.empty(3 * MIB)
+        extent = array.ptr, 3 * MIB
+        for _ in range(2):
+            assert interrupted(_pinpool.unpin, extent)
+            assert pool.is_pinned(extent) and not is_registered(extent, "xpu:0")
+            assert status("VmLck") == 3 * MIB and pool.stats()["registered_bytes"] == {}
+        del array
+        assert pool.stats()["pending_bytes"] == 3 * MIB and "OutOfPinnedMemory" in refusal(pool.empty, 1)
+        driver.forget()  # it looks for the pages
+        array = pool.empty(3 * MIB)
+        assert is_registered(array, "xpu:0") and driver.calls("zeMemFree") == 1
+        del array
+        pool.close()
+        driver.forget()
+        pool.trim()
+        assert pool.stats()["reserved_bytes"] == 0
+    """, "reuse=1", WAITING)  # fmt: skip
+
+
+def test_a_block_that_shares_its_region_is_unpinned_without_waiting(script):
+    script("""
+        pool = PinnedPool("xpu:0", max_bytes=8 * MIB)
+        array, other = pool.empty(PAGE), pool.empty(PAGE)
+        assert _pinpool.unpin(array) and not is_registered(array, "xpu:0") and is_registered(other, "xpu:0")
+        assert driver.calls("zeMemFree") == 0 and status("VmLck") == pool.stats()["reserved_bytes"] - PAGE
+        del array, other
+        pool.close()
+        driver.forget()
+        pool.trim()
+    """, "reuse=1")  # fmt: skip
+
+
+def test_memory_that_the_driver_does_not_know_and_frees_and_keeps_stays_mapped(script):
+    script("""
+        def fail():
+            driver.fail("zeMemGetAllocProperties", 4, 0x78000004)  # three ask before, one after
+        pool = PinnedPool("xpu:0", max_bytes=4 * MIB)
+        fail()
+        text = refusal(pool.empty, MIB)
+        assert "did not know the range" in text and "driver still knows" in text and "do not use" in text, text
+        assert driver.cached() == 1 and status("VmLck") == pool.stats()["leaked_bytes"] == MIB
+        driver.forget()  # it looks for the pages
+
+        memory = mmap(-1, PAGE)
+        pool = PinnedPool("xpu:0", max_bytes=4 * MIB)
+        fail()
+        assert "driver still knows" in refusal(pool.register, memory)
+        assert not is_registered(memory, "xpu:0")
+        del memory
+        gc.collect()
+        driver.forget()
+        return {"contexts": 1}  # what is given up for lost keeps its device
+    """, "reuse=1")  # fmt: skip
+
+
+def test_a_page_that_tests_a_device_stays_mapped_while_the_driver_keeps_it(script):
+    script("""
+        driver.fail("zeMemGetAllocProperties", 4, 0x78000004)
+        assert "driver still knows" in refusal(PinnedPool, "xpu:0")
+        assert driver.cached() == 1
+        driver.forget()  # it looks for the page
+    """, "reuse=1,extension=0")  # fmt: skip
+
+
+# Ranges on one page
+
+
+def test_of_two_neighbours_on_one_page_one_is_refused_whenever_they_come(script):
+    script("""
+        pool, memory = PinnedPool("xpu:0", max_bytes=MIB), mmap(-1, 2 * PAGE)
+        address = _address(memory)
+        parts, results, barrier = [(address, PAGE + 100), (address + PAGE + 100, 100)], [], threading.Barrier(3)
+
+        def work(part):
+            for _ in range(200):
+                barrier.wait()
+                try:
+                    results.append(pool.register(part))
+                except ValueError as error:
+                    assert "as host memory already" in str(error), error
+                barrier.wait()
+
+        threads = [threading.Thread(target=work, args=(part,)) for part in parts]
+        for thread in threads:
+            thread.start()
+        for _ in range(200):
+            barrier.wait()
+            barrier.wait()
+            assert len(results) == driver.live() == 1
+            results.pop().close()
+        for thread in threads:
+            thread.join()
+        assert status("VmLck") == 0
+    """, "", ADDRESS)  # fmt: skip
+
+
+# Drivers that are gone
 
 
 def test_memory_that_a_driver_frees_while_it_shuts_down_stays_mapped(script):

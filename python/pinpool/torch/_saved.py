@@ -72,7 +72,8 @@ def _without_repetition(tensor: torch.Tensor) -> torch.Tensor:
 def _keep(tensor: torch.Tensor) -> _Kept:
     # An output that its own node holds would be a cycle. A leaf must stay itself: `parameter.data = ...` may take its
     # memory away until backward.
-    return _Kept(tensor if tensor.is_leaf else tensor.detach(), tensor._version)
+    kept = tensor if tensor.is_leaf else tensor.detach()
+    return _Kept(kept, kept._version)
 
 
 def _move(pool: PinnedPool, timeout: float | None, values: torch.Tensor, shape: torch.Size) -> _Moved:

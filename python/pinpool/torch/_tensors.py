@@ -101,7 +101,11 @@ def is_pinned(tensor: torch.Tensor) -> bool:
 def unpin(tensor: torch.Tensor) -> bool:
     """Unlock the memory of a tensor from `empty` or `pin` now. It stays valid until the last alias is gone.
 
-    True: it was pinned; False: it was not. Raises ValueError for memory that a `Registration` pins.
+    What has a region of its own (large tensors do) is unregistered from its devices, too. Drivers that keep such memory
+    for others are waited for, up to 20 seconds.
+
+    True: it was pinned; False: it was not. Raises ValueError for memory that a `Registration` pins, DriverError or
+    OSError where that is refused, and PinpoolError where a driver keeps the memory: it is not to be used then.
 
     >>> import torch
     >>> scratch = pin(torch.ones(3))

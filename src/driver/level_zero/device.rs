@@ -10,6 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::sys::{self, Code, Description, ExternalMemory, Functions, Handle, Import};
 use super::{Gpu, TITLE, check, failure};
+use crate::driver::engine::not_forgotten;
 use crate::driver::load::unavailable;
 use crate::driver::{Device, DeviceId, Ending, Method, Request, Sizes};
 use crate::error::{Error, Result};
@@ -90,7 +91,7 @@ impl XpuDevice {
                     return Err(error);
                 }
             },
-            Err(_) => true,
+            Err(refusal) => !matches!(refusal, Error::Lingering { .. }),
         };
         if may_unmap {
             // SAFETY: the page is ours, and the driver does not know it. One that lingers stays mapped for good.
@@ -301,7 +302,12 @@ impl Device for XpuDevice {
             return Ok(());
         }
         let why = format!("{} succeeded, but then the driver did not know the range; update it", self.method().call());
-        Err(Error::unsupported(format!("registering memory with {}", self.id), why))
+        // What it has freed it may keep for reuse all the same.
+        if self.has_forgotten(request) {
+            Err(Error::unsupported(format!("registering memory with {}", self.id), why))
+        } else {
+            Err(not_forgotten(self.id, request, why))
+        }
     }
 
     fn unregister(&self, request: &Request) -> Result<Ending> {
