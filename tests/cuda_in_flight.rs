@@ -11,6 +11,7 @@ use common::driver::{EVENT_CALLS, Fake};
 use common::maps::is_locked;
 use common::process::{alone, in_forked_child};
 use common::{KIB, MIB, Random, address, page};
+use pinpool::driver::Stream;
 use pinpool::pool::{defer, record_stream, unpin};
 use pinpool::{Block, Error, Pool, Stats};
 
@@ -119,6 +120,35 @@ fn a_stream_of_any_device_of_the_driver_will_do() {
             assert_eq!(address(&scene.take()), start, "{name}");
         }
         scene.fake.stream_destroy(stream);
+        scene.fake.leave_context(1);
+        scene.fake.enter_context(0);
+        scene.end(&[]);
+    });
+}
+
+#[test]
+fn a_default_stream_is_that_of_the_device_it_is_said_to_be_of() {
+    alone("a_default_stream_is_that_of_the_device_it_is_said_to_be_of", || {
+        let scene = Scene::new();
+        scene.fake.leave_context(0);
+        scene.fake.enter_context(1);
+        let (mut target, mut block) = (vec![0_u8; page()], scene.take());
+        block.as_mut_slice().fill(7);
+        let start = address(&block);
+        assert_eq!(scene.fake.copy_async(0, target.as_mut_ptr() as usize, start, page()), 0, "on the second device");
+        let second = scene.fake.current();
+        scene.fake.bare().push(scene.context);
+        record_stream(&range(&block), Stream { handle: 0, ordinal: Some(1) }).expect("a default stream");
+        assert_eq!(scene.fake.current(), scene.context);
+        scene.fake.bare().pop();
+        drop(block);
+        let other = scene.take();
+        assert_ne!(address(&other), start, "the first device is idle, the second is not");
+        assert_eq!(scene.fake.current(), second);
+        scene.fake.advance_all();
+        assert!(target.iter().all(|&byte| byte == 7));
+        assert_eq!(address(&scene.take()), start);
+        drop(other);
         scene.fake.leave_context(1);
         scene.fake.enter_context(0);
         scene.end(&[]);

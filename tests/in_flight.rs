@@ -176,6 +176,39 @@ fn of_blocks_in_one_queue_the_first_that_must_wait_answers_for_those_behind_it()
 }
 
 #[test]
+fn blocks_that_share_an_event_are_two_all_the_same() {
+    let pool = pool(MIB);
+    let blocks = [pool.take(page()).expect("room"), pool.take(page()).expect("room")];
+    let work = Work::on_queue(1, 1);
+    for block in &blocks {
+        defer(&range(block), work.clone()).expect("live");
+    }
+    drop(blocks);
+    assert_eq!(stats(&pool).pending_bytes, 2 * page());
+    work.end();
+    let again = [pool.take(page()).expect("free"), pool.take(page()).expect("free")];
+    assert_eq!(stats(&pool).pending_bytes, 0);
+    assert_ne!(address(&again[0]), address(&again[1]));
+    check_books(&pool);
+}
+
+#[test]
+fn an_event_may_be_recorded_while_the_block_is_being_unlocked() {
+    let pool = Arc::new(pool(MIB));
+    for _ in 0..300 {
+        let block = pool.take(page()).expect("room");
+        let start = address(&block);
+        let work = thread::scope(|scope| {
+            scope.spawn(|| unpin(start));
+            work_on(&block)
+        });
+        drop(block);
+        assert_ne!(address(&pool.take(page()).expect("other memory")), start);
+        work.end();
+    }
+}
+
+#[test]
 fn later_events_of_a_queue_replace_the_earlier_ones() {
     let pool = pool(MIB);
     let block = pool.take(10).expect("room");

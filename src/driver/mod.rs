@@ -143,7 +143,7 @@ pub trait Device: Send + Sync + fmt::Debug {
     /// where the stream is none.
     fn record(self: Arc<Self>, stream: Stream) -> Result<Arc<dyn Event>> {
         let why = "its driver has no streams of that kind; pass an event to defer(obj, event) instead";
-        Err(Error::unsupported(format!("recording stream {stream:#x} on {}", self.id()), why))
+        Err(Error::unsupported(format!("recording stream {:#x} on {}", stream.handle, self.id()), why))
     }
     /// The ordinal of the device that the calling thread works on, where the driver knows such a thing.
     fn current_ordinal(&self) -> Option<u32> {
@@ -168,14 +168,26 @@ pub trait Event: Send + Sync + fmt::Debug {
 /// A place in a queue of work: what has a lower number in the same queue is done earlier.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Place {
-    /// Context and stream; no later stream is called the same.
-    pub queue: (usize, u64),
+    /// Context and stream, by identities that no later ones have.
+    pub queue: (u64, u64),
     /// Grows from one event to the next.
     pub number: u64,
 }
 
-/// A stream, as its driver names it: CUDA's `CUstream`, or one of its default streams (0, 1 and 2).
-pub type Stream = usize;
+/// A stream, as its driver names it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Stream {
+    /// CUDA's `CUstream`. Its default streams are called 0, 1 and 2 on every device.
+    pub handle: usize,
+    /// The device that it is of, which matters for those; unset, that of the context which is current.
+    pub ordinal: Option<u32>,
+}
+
+impl From<usize> for Stream {
+    fn from(handle: usize) -> Self {
+        Self { handle, ordinal: None }
+    }
+}
 
 /// A range that a device knows. Dropping it without [`end`](Self::end) leaves it registered, which is safe as long as
 /// the pages stay.

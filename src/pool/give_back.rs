@@ -11,6 +11,15 @@ use crate::error::{Error, Result};
 use crate::pinned::{Pinned, Released};
 use crate::region::Progress;
 
+/// What became of pending blocks.
+#[derive(Default)]
+struct Sorted {
+    /// Some are in the cache now.
+    restocked: bool,
+    /// To be disposed of.
+    useless: Vec<Arc<Record>>,
+}
+
 impl Inner {
     /// Takes a block back from its last owner. Asks no event: drivers and Python are not to be called from a deleter.
     pub(super) fn take_back(self: &Arc<Self>, record: Arc<Record>, requested: usize) {
@@ -51,11 +60,12 @@ impl Inner {
     /// Gives everything idle back to the system, and answers how many bytes that were.
     pub(super) fn trim(&self) -> Result<usize> {
         let closed = self.cache.check_open().is_err();
-        let reclaimed = self.reclaim(|record| !record.own_region && !closed); // what is unmapped needs no lock
-        let mut releasing = self.releasing(); // not before: an event may want memory while it is asked
+        // Not while this counts as releasing: an event may want memory while it is asked.
+        let useless = self.sort_pending(|record| record.own_region || closed).useless;
+        let mut releasing = self.releasing();
         let mut idle = self.cache.drain(|_| true);
         let found = self.check_idle(&mut idle);
-        idle.extend(reclaimed);
+        idle.extend(useless);
         let freed = self.dispose(&idle);
         releasing.moved = !idle.is_empty() || freed.as_ref().is_ok_and(|&bytes| bytes > 0);
         found.and(freed)
@@ -135,20 +145,11 @@ impl Inner {
 
     /// Puts pending blocks that can be used again into the cache. False: there were none.
     pub(super) fn restock_pending(&self) -> bool {
-        let (mut any, mut refused) = (false, Vec::new());
-        self.settle(|record| {
-            if record.is_spent() {
-                let _ = self.dispose(&[record]); // what the system refuses is counted as leaked
-            } else if record.is_unpinned() && self.repin(&record).is_err() {
-                refused.push(record);
-            } else {
-                any = true;
-                self.poison(&record);
-                self.restock(record); // at once: others may want it while the next event is asked
-            }
-        });
-        self.put_back(refused);
-        any
+        let Sorted { restocked, useless } = self.sort_pending(|_| false);
+        if !useless.is_empty() {
+            let _ = self.dispose(&useless); // what the system refuses is counted as leaked
+        }
+        restocked
     }
 
     /// Puts a whole block that was counted as returned into the cache.
@@ -159,25 +160,27 @@ impl Inner {
         }
     }
 
-    /// Takes out the pending blocks that no device work uses any more, their pages locked where they must be. Those whose
-    /// pages the kernel does not lock stay where they are. What is spent comes out as it is, to be disposed of.
-    fn reclaim(&self, must_lock: impl Fn(&Record) -> bool) -> Vec<Arc<Record>> {
-        let mut settled = Vec::new();
-        self.settle(|record| settled.push(record));
-        let is_locked = |record: &Record| !record.is_unpinned() || !must_lock(record) || self.repin(record).is_ok();
-        let is_ready = |record: &Arc<Record>| record.is_spent() || is_locked(record);
-        let (ready, refused): (Vec<_>, Vec<_>) = settled.into_iter().partition(is_ready);
-        self.put_back(refused);
-        ready
-    }
-
-    fn put_back(&self, refused: Vec<Arc<Record>>) {
-        if !refused.is_empty() {
-            let mut store = self.store();
-            for record in refused {
-                store.pending.add(record);
+    /// Puts those pending blocks into the cache that no device work uses any more, their pages locked again. Those whose
+    /// pages the kernel does not lock stay where they are; what is not worth a lock, or cannot be used again, comes out.
+    fn sort_pending(&self, is_not_worth_it: impl Fn(&Record) -> bool) -> Sorted {
+        let mut sorted = Sorted::default();
+        let mut refused = Vec::new();
+        self.settle(|record| {
+            if record.is_spent() || record.is_unpinned() && is_not_worth_it(&record) {
+                sorted.useless.push(record);
+            } else if record.is_unpinned() && self.repin(&record).is_err() {
+                refused.push(record);
+            } else {
+                sorted.restocked = true;
+                self.poison(&record);
+                self.restock(record); // at once: others may want it while the next event is asked
             }
+        });
+        let mut store = self.store();
+        for record in refused {
+            store.pending.add(record);
         }
+        sorted
     }
 
     /// Asks the events of pending blocks, and takes out those whose device work is done. Past a block that must wait, only

@@ -117,13 +117,13 @@ impl InFlight {
     pub(super) fn note(&mut self, answers: Vec<(Arc<dyn Event>, Answer)>) -> (Known, Vec<Arc<dyn Event>>) {
         let mut dropped = Vec::new();
         for (event, answer) in answers {
-            match answer {
-                Ok(false) => continue,
-                Ok(true) => {}
-                Err(reason) => self.condemn(reason),
+            if answer != Ok(false) {
+                self.events.retain(|noted| !Arc::ptr_eq(&noted.event, &event));
             }
-            self.events.retain(|noted| !Arc::ptr_eq(&noted.event, &event));
-            dropped.push(event);
+            if let Err(reason) = answer {
+                self.condemn(reason);
+            }
+            dropped.push(event); // perhaps the last of it, when another thread has heard that it is done
         }
         self.look_at = 2 * self.events.len();
         (self.known(), dropped)

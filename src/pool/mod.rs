@@ -288,7 +288,9 @@ impl Pool {
 
 impl Drop for Pool {
     fn drop(&mut self) {
-        let _ = self.close(); // what the system refused is counted as leaked
+        if !self.is_closed() {
+            let _ = self.close(); // what the system refused is counted as leaked
+        }
     }
 }
 
@@ -321,9 +323,9 @@ pub fn unpin_within(address: usize, progress: &mut Progress<'_>) -> Result<bool>
 /// # Errors
 /// `Invalid` where no live block of any pool holds the range; else as [`Device::record`]: then the block is not reused at
 /// all, unless a later call succeeds.
-pub fn record_stream(range: &Range<usize>, stream: Stream) -> Result<()> {
+pub fn record_stream(range: &Range<usize>, stream: impl Into<Stream>) -> Result<()> {
     let (pool, record) = find_live(range)?;
-    pool.record_stream(&record, stream)
+    pool.record_stream(&record, stream.into())
 }
 
 /// Keeps the block that holds a range from reuse until an event is done.

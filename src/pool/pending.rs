@@ -10,66 +10,64 @@ use std::time::Instant;
 use super::record::Record;
 use crate::driver::Place;
 
-pub(super) type Queue = (usize, u64);
+pub(super) type Queue = (u64, u64);
+
+/// Tells one stay of a block here from a later one, while somebody asks its events.
+type Stay = u64;
 
 #[derive(Debug, Default)]
 pub(super) struct Pending {
-    lines: BTreeMap<Queue, BTreeMap<u64, Arc<Record>>>,
+    /// By the numbers of their events, and their own.
+    lines: BTreeMap<Queue, BTreeMap<(u64, Stay), Arc<Record>>>,
     /// What is in no line, in the order in which it came.
-    others: BTreeMap<u64, Arc<Record>>,
-    /// Blocks that ever came to the others.
-    count: u64,
+    others: BTreeMap<Stay, Arc<Record>>,
+    stays: Stay,
     bytes: usize,
 }
 
-/// A block that was pending at some moment, and where. It may have left since, and come back elsewhere.
+/// A block that was pending at some moment. It may have left since, and come back.
 #[derive(Clone, Debug)]
 pub(super) struct Waiting {
     pub(super) record: Arc<Record>,
-    spot: Spot,
-}
-
-#[derive(Clone, Copy, Debug)]
-enum Spot {
-    InLine(Place),
-    /// Among the others, as the so-manieth that ever came.
-    Aside(u64),
+    /// Its place in a line; none: it is among the others.
+    place: Option<Place>,
+    stay: Stay,
 }
 
 impl Waiting {
     /// Whether it waits for what it waited for when it was put there.
     pub(super) fn is_in_its_place(&self) -> bool {
-        match self.spot {
-            Spot::InLine(place) => self.record.place() == Some(place),
-            Spot::Aside(_) => self.record.place().is_none(),
-        }
+        self.record.place() == self.place
     }
 }
 
 impl Pending {
     pub(super) fn add(&mut self, record: Arc<Record>) {
         self.bytes += record.len;
-        if let Some(Place { queue, number }) = record.place() {
-            self.lines.entry(queue).or_default().insert(number, record);
-        } else {
-            self.count += 1;
-            self.others.insert(self.count, record);
+        self.stays += 1;
+        match record.place() {
+            Some(Place { queue, number }) => {
+                self.lines.entry(queue).or_default().insert((number, self.stays), record);
+            }
+            None => {
+                self.others.insert(self.stays, record);
+            }
         }
     }
 
     /// Takes a block out. False: another thread has done so.
     pub(super) fn take(&mut self, waiting: &Waiting) -> bool {
-        let taken = match waiting.spot {
-            Spot::InLine(place) => self.take_from_line(place),
-            Spot::Aside(number) => self.others.remove(&number),
+        let taken = match waiting.place {
+            Some(place) => self.take_from_line(place, waiting.stay),
+            None => self.others.remove(&waiting.stay),
         };
         self.bytes -= taken.as_ref().map_or(0, |record| record.len);
         taken.is_some()
     }
 
-    fn take_from_line(&mut self, Place { queue, number }: Place) -> Option<Arc<Record>> {
+    fn take_from_line(&mut self, Place { queue, number }: Place, stay: Stay) -> Option<Arc<Record>> {
         let line = self.lines.get_mut(&queue)?;
-        let taken = line.remove(&number);
+        let taken = line.remove(&(number, stay));
         if line.is_empty() {
             self.lines.remove(&queue);
         }
@@ -82,13 +80,13 @@ impl Pending {
 
     /// The first in a line.
     pub(super) fn first(&self, queue: Queue) -> Option<Waiting> {
-        let (&number, record) = self.lines.get(&queue)?.first_key_value()?;
-        Some(Waiting { record: Arc::clone(record), spot: Spot::InLine(Place { queue, number }) })
+        let (&(number, stay), record) = self.lines.get(&queue)?.first_key_value()?;
+        Some(Waiting { record: Arc::clone(record), place: Some(Place { queue, number }), stay })
     }
 
     /// Those in no line.
     pub(super) fn others(&self) -> Vec<Waiting> {
-        let waiting = |(&number, record)| Waiting { record: Arc::clone(record), spot: Spot::Aside(number) };
+        let waiting = |(&stay, record)| Waiting { record: Arc::clone(record), place: None, stay };
         self.others.iter().map(waiting).collect()
     }
 

@@ -140,9 +140,9 @@ impl Record {
 
     fn begin_flight(&self) -> Result<()> {
         let mut in_flight = self.in_flight();
-        let owned = |state: u8| (state & (OWNED | UNPINNING) == OWNED).then_some(state | IN_FLIGHT);
+        let owned = |state: u8| (state & OWNED != 0).then_some(state | IN_FLIGHT);
         if self.state.fetch_update(Ordering::AcqRel, Ordering::Acquire, owned).is_err() {
-            return Err(Error::invalid("memory", "it was released, or is being unpinned, by another thread"));
+            return Err(Error::invalid("memory", "another thread has released it"));
         }
         in_flight.arrive();
         Ok(())

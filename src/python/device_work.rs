@@ -29,9 +29,9 @@ impl PythonEvent {
     }
 }
 
-impl Event for PythonEvent {
-    fn query(&self) -> Result<bool, String> {
-        let ask = |py: Python<'_>| match self.0.call_method0(py, "query").and_then(|done| done.is_truthy(py)) {
+impl PythonEvent {
+    fn ask(&self, py: Python<'_>) -> Result<bool, String> {
+        match self.0.call_method0(py, "query").and_then(|done| done.is_truthy(py)) {
             Ok(done) => Ok(done),
             Err(error) if error.is_instance_of::<PyException>(py) => {
                 Err(format!("the query() of {} failed: {error}", describe(self.0.bind(py))))
@@ -40,6 +40,19 @@ impl Event for PythonEvent {
                 interrupt_again();
                 Ok(false)
             }
+        }
+    }
+}
+
+impl Event for PythonEvent {
+    fn query(&self) -> Result<bool, String> {
+        let ask = |py: Python<'_>| {
+            let pending = PyErr::take(py); // a pool may go while an exception is on its way
+            let answer = self.ask(py);
+            if let Some(error) = pending {
+                error.restore(py);
+            }
+            answer
         };
         Python::try_attach(ask).unwrap_or(Ok(false)) // the interpreter is gone: nobody will reuse anything
     }
@@ -56,37 +69,45 @@ fn describe(object: &Bound<'_, PyAny>) -> String {
     object.get_type().fully_qualified_name().map_or_else(|_| "an event".to_owned(), |name| name.to_string())
 }
 
-fn handle_of(handle: &Bound<'_, PyAny>) -> PyResult<Stream> {
-    handle.extract().map_err(|error: PyErr| {
-        if error.is_instance_of::<PyOverflowError>(handle.py()) {
-            PyValueError::new_err(format!("invalid stream: {handle} is no handle of a CUDA stream"))
-        } else {
-            error
-        }
-    })
-}
-
 /// The stream that a caller means.
 fn stream_of(stream: &Bound<'_, PyAny>) -> PyResult<Stream> {
+    let Some(handle) = handle_of(stream)? else {
+        let class = stream.get_type().fully_qualified_name()?;
+        return Err(PyTypeError::new_err(format!(
+            "{class} is no CUDA stream: pass a torch.cuda.Stream, an object with __cuda_stream__(), a handle, or None; \
+             for streams of other devices, pass an event to defer(obj, event)"
+        )));
+    };
+    let invalid = |error: PyErr| match error.is_instance_of::<PyOverflowError>(stream.py()) {
+        true => PyValueError::new_err(format!("invalid stream: {handle} is no handle of a CUDA stream")),
+        false => error,
+    };
+    Ok(Stream { handle: handle.extract().map_err(invalid)?, ordinal: ordinal_of(stream)? })
+}
+
+fn handle_of<'py>(stream: &Bound<'py, PyAny>) -> PyResult<Option<Bound<'py, PyAny>>> {
     if let Some(protocol) = stream.getattr_opt("__cuda_stream__")? {
-        return handle_of(&protocol.call0()?.get_item(1)?); // version and handle, as NVIDIA's packages and torch have it
+        return protocol.call0()?.get_item(1).map(Some); // version and handle, as NVIDIA's packages and torch have it
     }
     let device = stream.getattr_opt("device")?;
     if device.is_none_or(|device| device.getattr("type").is_ok_and(|kind| kind.eq("cuda").unwrap_or(false))) {
         for attribute in ["cuda_stream", "native_handle", "ptr"] {
             if let Some(handle) = stream.getattr_opt(attribute)? {
-                return handle_of(&handle); // older versions of torch, its plain Stream, and CuPy
+                return Ok(Some(handle)); // older versions of torch, its plain Stream, and CuPy
             }
         }
     }
-    if stream.is_instance_of::<PyInt>() && !stream.is_instance_of::<PyBool>() {
-        return handle_of(stream);
-    }
-    let class = stream.get_type().fully_qualified_name()?;
-    Err(PyTypeError::new_err(format!(
-        "{class} is no CUDA stream: pass a torch.cuda.Stream, an object with __cuda_stream__(), a handle, or None; for \
-         streams of other devices, pass an event to defer(obj, event)"
-    )))
+    let is_integer = stream.is_instance_of::<PyInt>() && !stream.is_instance_of::<PyBool>();
+    Ok(is_integer.then(|| stream.clone()))
+}
+
+/// The device that a stream object says it is of: default streams have the same handle on all of them.
+fn ordinal_of(stream: &Bound<'_, PyAny>) -> PyResult<Option<u32>> {
+    let (object, attribute) = match stream.getattr_opt("device")? {
+        Some(device) => (device, "index"),     // torch
+        None => (stream.clone(), "device_id"), // CuPy
+    };
+    Ok(object.getattr_opt(attribute)?.and_then(|ordinal| ordinal.extract().ok()))
 }
 
 /// torch's current stream of the device that this thread works on. `None`: torch has not used CUDA, so nothing of its
@@ -97,10 +118,11 @@ fn current_stream(py: Python<'_>, range: &Range<usize>) -> PyResult<Option<Strea
     if !devices.call_method0("torch_uses_cuda")?.extract::<bool>()? {
         return Ok(None);
     }
-    match exchange::current_cuda_stream(py, ordinal)? {
-        Some(stream) => Ok(Some(stream)),
-        None => devices.call_method1("torch_cuda_stream", (ordinal,))?.extract().map(Some),
-    }
+    let handle = match exchange::current_cuda_stream(py, ordinal)? {
+        Some(handle) => handle,
+        None => devices.call_method1("torch_cuda_stream", (ordinal,))?.extract()?,
+    };
+    Ok(Some(Stream { handle, ordinal: Some(ordinal) }))
 }
 
 /// Records a stream for the block that holds a range, whatever pool it is of.
@@ -135,7 +157,8 @@ pub(super) fn range_of(obj: &Bound<'_, PyAny>) -> PyResult<Option<Range<usize>>>
 /// copied without the host, and torch follows only blocks of its own. `obj`: anything in the block, a view or a slice
 /// will do, of whatever pool. `stream`: a torch.cuda.Stream, an object with `__cuda_stream__()`, a handle (an integer),
 /// or None for torch's current stream. Costs one event; nothing waits. For memory without a device it does nothing: its
-/// copies are done when they return. `PinnedPool.record_stream` also checks that the block is of that pool.
+/// copies are done when they return. (Kernels that read host memory by themselves, as on Grace, need `defer`.)
+/// `PinnedPool.record_stream` also checks that the block is of that pool.
 ///
 /// ValueError: `obj` is in no live block. TypeError: no stream. DriverError: the stream is none of the driver's.
 /// PinpoolError: a graph is being captured from the stream. After the last two the block is not reused at all, unless a
@@ -156,7 +179,7 @@ pub(crate) fn record_stream(py: Python<'_>, obj: &Bound<'_, PyAny>, stream: Opti
 /// `obj`: anything in the block, of whatever pool. `event`: anything with `query()` that tells whether it is done:
 /// torch.cuda.Event, torch.xpu.Event, or your own. It is asked when memory is wanted, on the thread that wants it, and
 /// never when a tensor goes; if it raises, the block is never reused, and `stats()` says why. It must not keep `obj`
-/// alive. `PinnedPool.defer` also checks that the block is of that pool.
+/// or the pool alive. `PinnedPool.defer` also checks that the block is of that pool.
 ///
 /// ValueError: `obj` is in no live block. TypeError: no event.
 ///

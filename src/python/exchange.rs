@@ -18,7 +18,6 @@ use super::extent::Span;
 use super::pool::PinnedPool;
 use crate::block::Block;
 use crate::dlpack::{self, ManagedTensorVersioned, Tensor};
-use crate::driver::Stream;
 
 const CAPSULE_NAME: &CStr = c"dlpack_exchange_api";
 const MAJOR_VERSION: u32 = 1;
@@ -128,13 +127,13 @@ pub(super) fn look(obj: &Bound<'_, PyAny>) -> Option<Span> {
 }
 
 /// The framework's current stream of a CUDA device, which must be in use. `None`: the framework does not say.
-pub(super) fn current_cuda_stream(py: Python<'_>, ordinal: u32) -> PyResult<Option<Stream>> {
+pub(super) fn current_cuda_stream(py: Python<'_>, ordinal: u32) -> PyResult<Option<usize>> {
     const CUDA: c_int = 2;
     let Some(current_stream) = API.get(py).and_then(|api| api.table.current_stream) else { return Ok(None) };
     let mut stream = std::ptr::null_mut();
     // SAFETY: attached, and `stream` is ours to be written.
     match unsafe { current_stream(CUDA, ordinal as c_int, &raw mut stream) } {
-        0 => Ok(Some(stream as Stream)),
+        0 => Ok(Some(stream as usize)),
         _ => Err(PyErr::fetch(py)),
     }
 }

@@ -200,6 +200,10 @@ driver_api! {
         give(out, top)?;
         driver.set_current(0)
     };
+    "cuCtxGetId" 12000 Ready cuCtxGetId(context: Handle, out: *mut u64) = |driver| {
+        driver.rule(driver.contexts.contains_key(&context), INVALID_CONTEXT, "no such context")?;
+        give(out, context as u64)
+    };
     "cuCtxGetDevice" 2000 Ready cuCtxGetDevice(out: *mut i32) = |driver| {
         let top = driver.top();
         give(out, driver.contexts.get(&top).ok_or(INVALID_CONTEXT)?.device)

@@ -32,10 +32,13 @@ def copy_(dst: torch.Tensor, src: torch.Tensor, non_blocking: bool = True) -> to
     >>> copy_(weights, torch.arange(3))
     tensor([0., 1., 2.])
     """
-    non_blocking = non_blocking and _can_be_followed(dst) and _can_be_followed(src)
-    dst.copy_(src, non_blocking=non_blocking)
-    if non_blocking:
-        _protect_host_side(dst, src)
+    if not non_blocking or _is_on_host(dst) == _is_on_host(src):
+        return dst.copy_(src, non_blocking=non_blocking)
+    host, other = (dst, src) if _is_on_host(dst) else (src, dst)
+    followed = _can_be_followed(host)
+    dst.copy_(src, non_blocking=followed)
+    if followed:
+        _protect_from_copy(host, other)
     return dst
 
 
@@ -51,10 +54,12 @@ def to_device(tensor: torch.Tensor, device: torch.device | str | int, non_blocki
     >>> to_device(weights, "cpu") is weights
     True
     """
-    non_blocking = non_blocking and _can_be_followed(tensor)
-    moved = tensor.to(device, non_blocking=non_blocking)
-    if non_blocking:
-        _protect_host_side(moved, tensor)
+    if not non_blocking or not _is_on_host(tensor):
+        return tensor.to(device, non_blocking=non_blocking)
+    followed = _can_be_followed(tensor)
+    moved = tensor.to(device, non_blocking=followed)
+    if followed:
+        _protect_from_copy(tensor, moved)
     return moved
 
 
@@ -70,17 +75,18 @@ def protect(host: torch.Tensor, device: torch.device) -> None:
             _follow(part, device)
 
 
-def _protect_host_side(one: torch.Tensor, other: torch.Tensor) -> None:
-    if isinstance(one, FakeTensor) or isinstance(other, FakeTensor):
-        return
-    for host, device in ((one, other.device), (other, one.device)):
-        if host.device.type == "cpu":
-            protect(host, device)
+def _protect_from_copy(host: torch.Tensor, other: torch.Tensor) -> None:
+    if not isinstance(other, FakeTensor):
+        protect(host, other.device)
 
 
-def _can_be_followed(tensor: torch.Tensor) -> bool:
-    """Tell whether it is known what host memory a tensor lies in. The copy of any other must block."""
-    return tensor.device.type != "cpu" or not any(map(_is_odd, _parts(tensor)))
+def _is_on_host(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu"
+
+
+def _can_be_followed(host: torch.Tensor) -> bool:
+    """Tell whether it is known what memory a tensor on the host lies in. The copy of any other must block."""
+    return not any(map(_is_odd, _parts(host)))
 
 
 def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

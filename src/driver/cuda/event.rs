@@ -3,6 +3,7 @@
 //! An event belongs to the context of its stream, which may be of another device than the one that is open here. Creating
 //! events takes the driver's locks, so those that have served are kept for the next stream of their context.
 
+use std::ffi::c_int;
 use std::fmt;
 use std::ptr::null_mut;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -17,11 +18,11 @@ use crate::error::{Error, Result};
 #[derive(Default)]
 pub(super) struct IdleEvents(Mutex<Vec<Handle>>);
 
-/// An event of the driver's, and the context that it works in.
+/// An event of the driver's, and the identity of the context that it works in.
 #[derive(Clone, Copy)]
 struct Handle {
     event: sys::Event,
-    context: Context,
+    context: u64,
 }
 
 /// An event that was recorded.
@@ -42,8 +43,8 @@ unsafe impl Sync for CudaEvent {}
 pub(super) fn record(device: Arc<CudaDevice>, stream: Stream) -> Result<Arc<dyn Event>> {
     device.check_process("recording a stream")?;
     let number = next_number(); // taken now: what has a lower one was queued before this is recorded
-    let (handle, id) = device.record_on(stream)?;
-    let place = id.map(|id| Place { queue: (handle.context as usize, id), number });
+    let (handle, stream) = device.record_on(stream)?;
+    let place = stream.map(|stream| Place { queue: (handle.context, stream), number });
     Ok(Arc::new(CudaEvent { device, handle, place, failed: AtomicBool::new(false) }))
 }
 
@@ -59,22 +60,22 @@ impl CudaDevice {
         let _relaxed = self.driver.relax_capture();
         let context = self.context_of(events, stream)?;
         let _entered = self.enter(context, 0)?;
-        self.check_not_capturing(events, stream)?;
-        let reused = self.take_idle_event(context).filter(|idle| self.record_again(events, *idle, stream));
+        self.check_not_capturing(events, stream.handle)?;
+        let id = self.context_id(context);
+        let reused = self.take_idle_event(id).filter(|idle| self.record_again(events, *idle, stream.handle));
         let handle = match reused {
             Some(handle) => handle,
-            None => self.record_new(events, context, stream)?,
+            None => self.record_new(events, id, stream.handle)?,
         };
-        Ok((handle, self.stream_id(stream)))
+        Ok((handle, self.stream_id(stream.handle)))
     }
 
-    /// Records an event that has served before. One that cannot be recorded is destroyed: perhaps the context that it was
-    /// made in is gone, and another one has the same address.
-    fn record_again(&self, events: &Events, idle: Handle, stream: Stream) -> bool {
+    /// Records an event that has served before. One that cannot be recorded is destroyed.
+    fn record_again(&self, events: &Events, idle: Handle, stream: sys::Stream) -> bool {
         self.record_event(events, idle, stream).inspect_err(|_| self.destroy_event(idle)).is_ok()
     }
 
-    fn record_new(&self, events: &Events, context: Context, stream: Stream) -> Result<Handle> {
+    fn record_new(&self, events: &Events, context: u64, stream: sys::Stream) -> Result<Handle> {
         let mut event = null_mut();
         // SAFETY: the driver fills the pointer that we own.
         let created = unsafe { (events.create)(&raw mut event, sys::EVENT_DISABLE_TIMING) };
@@ -84,12 +85,21 @@ impl CudaDevice {
         Ok(made)
     }
 
-    /// An identity that no other stream ever has: a destroyed stream's handle may be the next one's.
-    fn stream_id(&self, stream: Stream) -> Option<u64> {
+    /// An identity of a stream that no later one has, although it may have the same handle. The default stream of each
+    /// thread has none: one name stands for many.
+    fn stream_id(&self, stream: sys::Stream) -> Option<u64> {
         let mut id = 0;
         // SAFETY: the driver fills the number that we own.
         let code = unsafe { (self.driver.functions.stream_id?)(stream, &raw mut id) };
-        (code == sys::SUCCESS).then_some(id)
+        (code == sys::SUCCESS && stream != sys::STREAM_PER_THREAD).then_some(id)
+    }
+
+    /// The same of a context; of an older driver its address.
+    fn context_id(&self, context: Context) -> u64 {
+        let mut id = 0;
+        // SAFETY: the driver fills the number that we own.
+        let code = self.driver.functions.context_id.map(|context_id| unsafe { context_id(context, &raw mut id) });
+        if code == Some(sys::SUCCESS) { id } else { context as u64 }
     }
 
     fn events(&self) -> Result<&Events> {
@@ -97,20 +107,38 @@ impl CudaDevice {
         self.driver.functions.events.as_ref().map_err(missing)
     }
 
-    /// The context of a stream: of a default stream the one that is current, or else the device's.
+    /// The context of a stream. Of a default stream it is the primary one of its device, else the one that is current, or
+    /// else the open device's.
     fn context_of(&self, events: &Events, stream: Stream) -> Result<Context> {
         let mut context = null_mut();
-        if stream <= sys::STREAM_PER_THREAD {
-            // SAFETY: the driver fills the pointer that we own.
-            unsafe { (self.driver.functions.memory.current_context)(&raw mut context) };
+        if stream.handle <= sys::STREAM_PER_THREAD {
+            match stream.ordinal {
+                Some(ordinal) if ordinal == self.id.ordinal => return Ok(self.context),
+                Some(ordinal) => return self.primary_context(ordinal),
+                // SAFETY: the driver fills the pointer that we own.
+                None => unsafe { (self.driver.functions.memory.current_context)(&raw mut context) },
+            };
             return Ok(if context.is_null() { self.context } else { context });
         }
         // SAFETY: the driver fills the pointer that we own, and says when there is no such stream.
-        let code = unsafe { (events.stream_context)(stream, &raw mut context) };
+        let code = unsafe { (events.stream_context)(stream.handle, &raw mut context) };
         self.driver.check("cuStreamGetCtx", 0, Some(self.id), code).map(|()| context)
     }
 
-    fn check_not_capturing(&self, events: &Events, stream: Stream) -> Result<()> {
+    /// The primary context of another device, which whoever has given it work retains.
+    fn primary_context(&self, ordinal: u32) -> Result<Context> {
+        let (device, id) = self.driver.identify(ordinal as c_int)?;
+        let mut context = null_mut();
+        let memory = &self.driver.functions.memory;
+        // SAFETY: the driver fills the pointer that we own.
+        let retained = unsafe { (memory.retain_context)(&raw mut context, device) };
+        self.driver.check("cuDevicePrimaryCtxRetain", 0, Some(id), retained)?;
+        // SAFETY: retained just now.
+        unsafe { (memory.release_context)(device) };
+        Ok(context)
+    }
+
+    fn check_not_capturing(&self, events: &Events, stream: sys::Stream) -> Result<()> {
         let mut status = sys::CAPTURE_NONE;
         // SAFETY: the driver fills the number that we own.
         match unsafe { (events.is_capturing)(stream, &raw mut status) } {
@@ -120,13 +148,13 @@ impl CudaDevice {
         if status == sys::CAPTURE_NONE { Ok(()) } else { Err(Error::Captured { stream }) }
     }
 
-    fn record_event(&self, events: &Events, handle: Handle, stream: Stream) -> Result<()> {
+    fn record_event(&self, events: &Events, handle: Handle, stream: sys::Stream) -> Result<()> {
         // SAFETY: an event of the context that is current; what the stream is worth, the driver says.
         let code = unsafe { (events.record)(handle.event, stream) };
         self.driver.check("cuEventRecord", 0, Some(self.id), code)
     }
 
-    fn take_idle_event(&self, context: Context) -> Option<Handle> {
+    fn take_idle_event(&self, context: u64) -> Option<Handle> {
         let mut idle = self.idle_events.lock();
         let found = idle.iter().rposition(|handle| handle.context == context)?;
         Some(idle.swap_remove(found))

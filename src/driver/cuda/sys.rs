@@ -6,11 +6,12 @@ use std::mem::ManuallyDrop;
 
 use libloading::Library;
 
-use crate::driver::{Stream, load};
+use crate::driver::load;
 use crate::error::Result;
 
 pub(super) type Context = *mut c_void;
 pub(super) type Event = *mut c_void;
+pub(super) type Stream = usize;
 pub(super) type Code = c_uint;
 
 pub(super) const SUCCESS: Code = 0;
@@ -108,8 +109,9 @@ pub(super) struct Functions {
     pub(super) memory: Memory,
     /// Or why there are none.
     pub(super) events: std::result::Result<Events, String>,
-    /// `cuStreamGetId`, since CUDA 12.0: an identity that no later stream has, as handles do.
+    /// Since CUDA 12.0: an identity that no later stream or context has. The driver uses handles again.
     pub(super) stream_id: Option<unsafe extern "C" fn(Stream, *mut u64) -> Code>,
+    pub(super) context_id: Option<unsafe extern "C" fn(Context, *mut u64) -> Code>,
 }
 
 impl Functions {
@@ -118,6 +120,8 @@ impl Functions {
         let events = Events::find(&library).map_err(|error| error.to_string());
         // SAFETY: the signature is that of cuda.h, and the library stays for good.
         let stream_id = unsafe { load::optional_symbol(&library, c"cuStreamGetId") };
-        Ok(Self { memory: Memory::find(&library)?, events, stream_id })
+        // SAFETY: as above.
+        let context_id = unsafe { load::optional_symbol(&library, c"cuCtxGetId") };
+        Ok(Self { memory: Memory::find(&library)?, events, stream_id, context_id })
     }
 }
