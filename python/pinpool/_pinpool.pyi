@@ -217,8 +217,8 @@ class PinnedPool:
 
         Reserved is allocated + cached + pending + quarantined + leaked; reserved / requested is the waste. Pending
         memory waits for device work or a driver; memory in quarantine is never used again, because an event of it
-        failed, and `quarantine_reason` says how. `os_calls` counts the memory system calls that pinpool has made in this
-        process.
+        failed, and `quarantine_reason` says how. `os_calls` counts the memory system calls that pinpool has made in
+        this process.
 
         >>> from pinpool import PinnedPool
         >>> pool = PinnedPool()
@@ -352,7 +352,8 @@ def record_stream(obj: object, stream: object = None) -> None:
     copied without the host, and torch follows only blocks of its own. `obj`: anything in the block, a view or a slice
     will do, of whatever pool. `stream`: a torch.cuda.Stream, an object with `__cuda_stream__()`, a handle (an integer),
     or None for torch's current stream. Costs one event; nothing waits. For memory without a device it does nothing: its
-    copies are done when they return. `PinnedPool.record_stream` also checks that the block is of that pool.
+    copies are done when they return. (Kernels that read host memory by themselves, as on Grace, need `defer`.)
+    `PinnedPool.record_stream` also checks that the block is of that pool.
 
     ValueError: `obj` is in no live block. TypeError: no stream. DriverError: the stream is none of the driver's.
     PinpoolError: a graph is being captured from the stream. After the last two the block is not reused at all, unless a
@@ -369,7 +370,7 @@ def defer(obj: object, event: Event) -> None:
     `obj`: anything in the block, of whatever pool. `event`: anything with `query()` that tells whether it is done:
     torch.cuda.Event, torch.xpu.Event, or your own. It is asked when memory is wanted, on the thread that wants it, and
     never when a tensor goes; if it raises, the block is never reused, and `stats()` says why. It must not keep `obj`
-    alive. `PinnedPool.defer` also checks that the block is of that pool.
+    or the pool alive. `PinnedPool.defer` also checks that the block is of that pool.
 
     ValueError: `obj` is in no live block. TypeError: no event.
 

@@ -286,8 +286,8 @@ impl PinnedPool {
     ///
     /// Reserved is allocated + cached + pending + quarantined + leaked; reserved / requested is the waste. Pending
     /// memory waits for device work or a driver; memory in quarantine is never used again, because an event of it
-    /// failed, and `quarantine_reason` says how. `os_calls` counts the memory system calls that pinpool has made in this
-    /// process.
+    /// failed, and `quarantine_reason` says how. `os_calls` counts the memory system calls that pinpool has made in
+    /// this process.
     ///
     /// >>> from pinpool import PinnedPool
     /// >>> pool = PinnedPool()

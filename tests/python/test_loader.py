@@ -175,7 +175,7 @@ def test_a_batch_has_the_attributes_of_its_data(pool, finish):
     assert batch.y == 3
     with pytest.raises(AttributeError, match="nothing"):
         _ = batch.nothing
-    assert not hasattr(batch, "__array__")
+    assert not hasattr(finish(batch_of(pool, VALUES)), "__array__")
 
 
 def test_a_batch_is_moved(pool, finish):
@@ -245,6 +245,15 @@ def test_a_shortage_reaches_the_loop():
             with pytest.raises(OutOfPinnedMemoryError):
                 batch.pin_memory()
         assert kept.nbytes == 1
+
+
+def test_the_pool_is_asked_with_the_timeout(pool, monkeypatch):
+    waits, original = [], _loader.empty_as
+    monkeypatch.setattr(_loader, "empty_as", lambda *args, timeout: waits.append(timeout) or original(*args))
+    collates = PoolCollate(pool), PoolCollate(pool, timeout=3), PoolCollate(pool, timeout=None)
+    for collate in pickle.loads(pickle.dumps(collates)):
+        pickle.loads(pickle.dumps(collate([1]))).pin_memory().pin_memory()
+    assert waits == [0, 3, None]
 
 
 @pytest.mark.parametrize("method", [None, "fork", "spawn", "forkserver"])

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import types
 import warnings
 import weakref
 
@@ -32,6 +33,13 @@ def gpu():
         pytest.skip(reason)
 
 
+@pytest.fixture
+def deterministic():
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 @pytest.fixture(autouse=True)
 def _one_thread():
     """Sums have one order."""
@@ -51,7 +59,7 @@ class Net(nn.Module):
         self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
 
     def forward(self, x):
-        x = functional.max_pool2d(self.norm(self.conv(x)).relu(), 2)
+        x = functional.avg_pool2d(self.norm(self.conv(x)).relu(), 2).sort().values
         x = x.flatten(2)
         x = self.layer_norm(x + self.attend(x, x, x)[0])
         x = x + self.down(functional.dropout(functional.gelu(self.up(x)), 0.3))
@@ -418,23 +426,31 @@ def test_the_way_back_waits_for_the_way_there(pool, monkeypatch):
     assert order == ["wait on current of cuda:1", "move to cuda:1"]
 
 
+def test_the_event_of_the_way_there_is_behind_the_copy(monkeypatch):
+    order = []
+    monkeypatch.setattr(_saved, "empty_as", lambda *_, **__: "host")
+    monkeypatch.setattr(_saved, "copy_", lambda dst, _: order.append("copy") or dst)
+    monkeypatch.setattr(_saved, "recorded_event", lambda device: order.append(f"record on {device}") or "event")
+    moved = _saved._move("pool", 0, types.SimpleNamespace(device=CUDA), torch.Size())
+    assert (moved.host, moved.device, moved.event) == ("host", CUDA, "event")
+    assert order == ["copy", "record on cuda:1"]
+
+
 # On a GPU
 
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("side", [False, True])
-def test_gradients_on_a_gpu_are_the_same_bits(side):
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    with PinnedPool(max_bytes=64 << 20) as pool, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of what has no deterministic algorithm
+@pytest.mark.filterwarnings("ignore:.*determin")
+def test_gradients_on_a_gpu_are_the_same_bits(deterministic, side):
+    stream = torch.cuda.Stream() if side else torch.cuda.current_stream()
+    with PinnedPool(max_bytes=64 << 20) as pool, torch.cuda.stream(stream):
         theirs = gradients(*net("cuda"))
-        with torch.cuda.stream(torch.cuda.Stream() if side else torch.cuda.current_stream()):
-            for _ in range(5):
-                assert same(gradients(*net("cuda"), save_in_pool(pool, min_bytes=0)), theirs)
+        for _ in range(5):
+            assert same(gradients(*net("cuda"), save_in_pool(pool, min_bytes=0)), theirs)
         torch.cuda.synchronize()
         assert requested(pool) == 0
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.gpu

@@ -2,12 +2,16 @@
 
 from pinpool.torch._copies import copy_, to_device
 from pinpool.torch._fsdp import fsdp2_offload
+from pinpool.torch._loader import PoolBatch, PoolCollate
+from pinpool.torch._saved import save_in_pool
 from pinpool.torch._tensors import current_device as current_device
 from pinpool.torch._tensors import default_pool, empty, is_pinned, pin, register, unpin
 from pinpool.torch._tensors import extent as extent
 from pinpool.torch._tensors import xpu_uuid as xpu_uuid
 
 __all__ = [
+    "PoolBatch",
+    "PoolCollate",
     "copy_",
     "default_pool",
     "empty",
@@ -15,6 +19,7 @@ __all__ = [
     "is_pinned",
     "pin",
     "register",
+    "save_in_pool",
     "to_device",
     "unpin",
 ]
