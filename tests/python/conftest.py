@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import warnings
 from pathlib import Path
 
 import pytest
@@ -137,6 +138,21 @@ def simulated():
 def fake_libcuda(tmp_path_factory):
     """Tell the path of a CUDA driver without devices of its own. See tests/drivers/fake_cuda.rs."""
     return build_driver(tmp_path_factory, "fake_cuda.rs", "libcuda.so.1")
+
+
+@pytest.fixture(scope="session")
+def gpu():
+    """Skip without a CUDA device; where PINPOOL_REQUIRE_GPU=1, fail."""
+    import torch
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of drivers that it cannot use
+        available = torch.cuda.is_available()
+    reason = f"torch {torch.__version__} finds no CUDA device"
+    if not available and os.environ.get("PINPOOL_REQUIRE_GPU") == "1":
+        pytest.fail(f"PINPOOL_REQUIRE_GPU=1, and {reason}")
+    if not available:
+        pytest.skip(reason)
 
 
 @pytest.fixture

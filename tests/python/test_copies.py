@@ -1,8 +1,6 @@
 """pinpool.torch: copies after which pool memory is not reused before they are done."""
 
 import gc
-import os
-import warnings
 
 import pytest
 import torch
@@ -81,18 +79,6 @@ def events(monkeypatch):
     monkeypatch.setattr(torch, "Event", make)
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: f"current of {device}")
     return made
-
-
-@pytest.fixture
-def gpu():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns of drivers that it cannot use
-        available = torch.cuda.is_available()
-    reason = f"torch {torch.__version__} finds no CUDA device"
-    if not available and os.environ.get("PINPOOL_REQUIRE_GPU") == "1":
-        pytest.fail(f"PINPOOL_REQUIRE_GPU=1, and {reason}")
-    if not available:
-        pytest.skip(reason)
 
 
 def in_pool(pool, *shape, dtype=torch.float32):

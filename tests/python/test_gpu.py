@@ -2,11 +2,9 @@
 
 import ctypes
 import mmap
-import os
 import shutil
 import subprocess
 import threading
-import warnings
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -26,17 +24,8 @@ SUCCESS, INVALID_VALUE, INVALID_CONTEXT, ALREADY_REGISTERED, NOT_REGISTERED = 0,
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _gpu():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns of drivers that it cannot use
-        available = torch.cuda.is_available()
-    if available:
-        torch.cuda.init()
-        return
-    reason = f"torch {torch.__version__} finds no CUDA device"
-    if os.environ.get("PINPOOL_REQUIRE_GPU") == "1":
-        pytest.fail(f"PINPOOL_REQUIRE_GPU=1, and {reason}")
-    pytest.skip(reason)
+def _initialised(gpu):
+    torch.cuda.init()
 
 
 class Driver:

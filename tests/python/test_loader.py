@@ -2,9 +2,7 @@
 
 import copy
 import gc
-import os
 import pickle
-import warnings
 from collections import OrderedDict, UserDict, deque
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -21,18 +19,6 @@ from pinpool.torch._loader import PoolBatch, PoolCollate
 
 VALUES = torch.arange(6.0).view(2, 3)
 SAMPLES = [{"x": torch.full((5,), float(number)), "y": number, "name": str(number)} for number in range(8)]
-
-
-@pytest.fixture
-def gpu():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns of drivers that it cannot use
-        available = torch.cuda.is_available()
-    reason = f"torch {torch.__version__} finds no CUDA device"
-    if not available and os.environ.get("PINPOOL_REQUIRE_GPU") == "1":
-        pytest.fail(f"PINPOOL_REQUIRE_GPU=1, and {reason}")
-    if not available:
-        pytest.skip(reason)
 
 
 class Pair(NamedTuple):

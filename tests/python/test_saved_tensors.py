@@ -1,9 +1,7 @@
 """pinpool.torch.save_in_pool: activations in pool memory, and gradients as without it."""
 
 import gc
-import os
 import types
-import warnings
 import weakref
 
 import pytest
@@ -19,18 +17,6 @@ from pinpool.torch import _saved
 from pinpool.torch._saved import save_in_pool
 
 CUDA = torch.device("cuda:1")
-
-
-@pytest.fixture
-def gpu():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns of drivers that it cannot use
-        available = torch.cuda.is_available()
-    reason = f"torch {torch.__version__} finds no CUDA device"
-    if not available and os.environ.get("PINPOOL_REQUIRE_GPU") == "1":
-        pytest.fail(f"PINPOOL_REQUIRE_GPU=1, and {reason}")
-    if not available:
-        pytest.skip(reason)
 
 
 @pytest.fixture
