@@ -11,7 +11,7 @@ TORCH ?= torch~=2.10
 NUMPY ?= numpy~=2.1
 MATURIN ?= maturin~=1.14
 RUNTIME ?= tqdm~=4.66 typing_extensions~=4.12
-TESTERS ?= pytest~=9.0 pytest-timeout~=2.3 ml_dtypes~=0.5 cuda-bindings~=13.0
+TESTERS ?= pytest~=9.0 pytest-timeout~=2.3 ml_dtypes~=0.5 cuda-bindings~=13.0 matplotlib~=3.9
 # Debian's packages with real driver parts that the tests use without hardware.
 DRIVERS ?= libze1 intel-opencl-icd
 # What these say changes from one release to the next, so CI and developers use the same one.
@@ -132,8 +132,8 @@ bench-check: rust  ## every Rust benchmark runs once
 compare: develop  ## pinpool beside torch and the other ways to get pinned memory
 	$(BIN)/python benches/compare.py
 
-offload: develop  ## copies to a GPU and back from locked, registered and pageable memory; without one, what is left
-	$(BIN)/python benches/offload.py
+offload: develop  ## an offload loop in locked, registered, torch-pinned and pageable memory, and a picture of it
+	$(BIN)/python benches/offload.py --plot target/offload.png
 
 # --- ship ---
 

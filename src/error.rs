@@ -44,6 +44,8 @@ pub enum Error {
         pending: usize,
         /// How long the oldest of that work has been waited for.
         oldest: Option<Duration>,
+        /// Never to be used again, because an event failed, or the system or a driver did not take it back.
+        lost: usize,
         /// Where the budget comes from.
         budget: &'static str,
     },
@@ -188,12 +190,19 @@ impl fmt::Display for Error {
                 Limit(*soft),
                 Limit(*hard)
             ),
-            Self::OutOfPinnedMemory { wanted, limit, allocated, cached, pending, oldest, budget } => {
+            Self::OutOfPinnedMemory { wanted, limit, allocated, cached, pending, oldest, lost, budget } => {
                 let age = oldest.map_or(String::new(), |age| format!(" (device work, the oldest {age:.1?} old)"));
+                let advice = match (wanted.saturating_add(*lost) > *limit, *lost > 0) {
+                    (false, _) => "release arrays, raise max_bytes, or wait with timeout=",
+                    (true, false) => "that is more than the pool may ever hold: raise max_bytes",
+                    (true, true) => {
+                        "what is lost is not used again (see quarantine_reason in stats()): make a new pool"
+                    }
+                };
                 write!(
                     f,
                     "out of pinned memory: wanted {wanted} bytes, limit {limit} ({budget}), allocated {allocated}, \
-                     cached {cached}, pending {pending}{age}; release arrays, raise max_bytes, or wait with timeout="
+                     cached {cached}, pending {pending}{age}, lost {lost}; {advice}"
                 )
             }
             Self::Overlap { wanted, existing, adopted } => {
@@ -298,9 +307,13 @@ mod tests {
             cached: 44,
             pending: 55,
             oldest: Some(Duration::from_millis(66_600)),
+            lost: 77,
             budget: "max_bytes",
         };
         let text = error.to_string();
-        assert!(["11", "22", "33", "44", "55", "66.6s"].iter().all(|number| text.contains(number)), "{text}");
+        assert!(
+            ["11", "22", "33", "44", "55", "66.6s", "lost 77"].iter().all(|number| text.contains(number)),
+            "{text}"
+        );
     }
 }

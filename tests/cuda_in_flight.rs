@@ -11,12 +11,20 @@ use common::driver::{EVENT_CALLS, Fake};
 use common::maps::is_locked;
 use common::process::{alone, in_forked_child};
 use common::{KIB, MIB, Random, address, page};
-use pinpool::driver::Stream;
-use pinpool::pool::{defer, record_stream, unpin};
+use pinpool::driver::{Event, Stream};
+use pinpool::pool::{find, unpin};
 use pinpool::{Block, Error, Pool, Stats};
 
 const INVALID_HANDLE: u32 = 400;
 const LAUNCH_FAILED: u32 = 719;
+
+fn defer(range: &Range<usize>, event: Arc<dyn Event>) -> pinpool::Result<()> {
+    find(range)?.defer(event)
+}
+
+fn record_stream(range: &Range<usize>, stream: impl Into<Stream>) -> pinpool::Result<()> {
+    find(range)?.record_stream(stream.into())
+}
 
 fn stats(pool: &Pool) -> Stats {
     pool.stats().expect("the pool is ours")
@@ -434,7 +442,7 @@ fn a_million_reuses_tear_no_copy() {
 fn events_of_the_callers_own_and_of_the_driver_both_count() {
     #[derive(Debug)]
     struct Never;
-    impl pinpool::driver::Event for Never {
+    impl Event for Never {
         fn query(&self) -> Result<bool, String> {
             Ok(false)
         }

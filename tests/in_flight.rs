@@ -10,8 +10,8 @@ use std::thread;
 use common::maps::{is_locked, locked_bytes};
 use common::process::alone;
 use common::{MIB, address, go_on, page, pinned_ranges, pool};
-use pinpool::driver::{Event, Place};
-use pinpool::pool::{defer, is_live, record_stream, unpin};
+use pinpool::driver::{Event, Place, Stream};
+use pinpool::pool::{find, unpin};
 use pinpool::{Block, Error, Pool, Stats};
 
 const DONE: u8 = 1;
@@ -55,6 +55,14 @@ impl Event for Work {
     fn place(&self) -> Option<Place> {
         self.place
     }
+}
+
+fn defer(range: &Range<usize>, event: Arc<dyn Event>) -> pinpool::Result<()> {
+    find(range)?.defer(event)
+}
+
+fn record_stream(range: &Range<usize>, stream: impl Into<Stream>) -> pinpool::Result<()> {
+    find(range)?.record_stream(stream.into())
 }
 
 fn stats(pool: &Pool) -> Stats {
@@ -113,7 +121,7 @@ fn any_part_of_a_block_stands_for_it_and_nothing_else_does() {
     let on_the_stack = 0_u8;
     let foreign = (&raw const on_the_stack) as usize;
     for outside in [start - 1..start, end - 1..end + 1, foreign..foreign + 1, gone, 0..1, usize::MAX - 1..usize::MAX] {
-        assert!(!is_live(&outside));
+        assert!(find(&outside).is_err());
         for refused in [defer(&outside, Arc::<Work>::default()), record_stream(&outside, 0)] {
             assert!(matches!(refused, Err(Error::Invalid { parameter: "memory", .. })), "{outside:x?}: {refused:?}");
         }
@@ -124,8 +132,8 @@ fn any_part_of_a_block_stands_for_it_and_nothing_else_does() {
 fn a_pool_says_whose_block_it_is() {
     let (pool, other) = (pool(MIB), pool(MIB));
     let block = pool.take(10).expect("room");
-    pool.check_holds(&range(&block)).expect("its own");
-    let refusal = other.check_holds(&range(&block)).expect_err("another's");
+    pool.find(&range(&block)).expect("its own");
+    let refusal = other.find(&range(&block)).expect_err("another's");
     assert!(refusal.to_string().contains("another pool"), "{refusal}");
 }
 

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from types import ModuleType
 
 from pinpool import _pinpool
 
@@ -113,16 +114,10 @@ def _driver_ordinal(kind: str, index: int) -> int:
     return _pinpool.ordinal_of(kind, library(kind), uuid)
 
 
-def torch_uses_cuda() -> bool:
-    """Tell whether torch has CUDA work at all; without torch, nobody says which stream is the current one."""
-    torch = sys.modules.get("torch")
-    if torch is None:
+def torch_streams() -> ModuleType:
+    """Tell who knows torch's streams; without torch, nobody says which stream is the current one."""
+    if "torch" not in sys.modules:
         raise ValueError("stream=None means torch's current stream, and torch is not imported; pass a stream")
-    import pinpool.torch  # noqa: F401  (brings torch's exchange API)
+    from pinpool.torch import _streams
 
-    return bool(torch.cuda.is_initialized())
-
-
-def torch_cuda_stream(ordinal: int) -> int:
-    """Tell torch's current stream where its exchange API does not."""
-    return int(sys.modules["torch"].cuda.current_stream(ordinal).cuda_stream)
+    return _streams

@@ -1,5 +1,6 @@
 """Tells where in the caller's code something happens, for debug mode."""
 
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -7,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from types import FrameType
 
-_PACKAGE = str(Path(__file__).parent)
+_PACKAGE = str(Path(__file__).parent) + os.sep
 _DEPTH = 3
 """So many calls are told: the last alone is often a helper."""
 

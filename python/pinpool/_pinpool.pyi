@@ -40,13 +40,18 @@ class DriverError(PinpoolError):
     bytes: int
 
 class OutOfPinnedMemoryError(PinpoolError):
-    """The pool's budget is used up. All sizes are in bytes."""
+    """The pool's budget is used up. All sizes are in bytes.
+
+    `oldest`: how many seconds ago the oldest event was recorded that pending memory waits for. `lost`: in quarantine
+    or leaked, never to be used again.
+    """
 
     wanted: int
     limit: int
     allocated: int
     cached: int
     pending: int
+    lost: int
     oldest: float | None
 
 class WrittenAfterReleaseError(PinpoolError):

@@ -1,8 +1,8 @@
 //! Device drivers: what they have in common. A driver is one folder with a [`Vendor`], and one line in [`VENDORS`].
 //!
 //! A driver offers to find devices, to open one, to register a range with it and unregister it again, and, where it
-//! can, to tell when queued work is done. All else (order, rollback, accounting, who owns what) is above. A library or a symbol that is missing is a reason in words,
-//! and nothing of a driver is loaded before somebody asks.
+//! can, to tell when queued work is done. All else (order, rollback, accounting, who owns what) is above. A library or a
+//! symbol that is missing is a reason in words, and nothing of a driver is loaded before somebody asks.
 
 mod cuda;
 pub mod engine;

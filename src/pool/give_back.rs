@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use super::in_flight::Known;
 use super::inner::Inner;
-use super::pending::{Queue, Waiting};
+use super::pending::{Candidate, Queue};
 use super::record::{Record, Return, Unpinning};
 use crate::error::{Error, Result};
 use crate::pinned::{Pinned, Released};
@@ -25,7 +25,9 @@ impl Inner {
     pub(super) fn take_back(self: &Arc<Self>, record: Arc<Record>, requested: usize) {
         match record.give_back() {
             Return::Whole => {
-                self.poison(&record);
+                if self.ledger.is_some() {
+                    self.poison(&record);
+                }
                 if let Err(record) = self.cache.put(record, requested) {
                     let _ = self.dispose(&[record]); // what the system refuses is counted as leaked
                 }
@@ -61,7 +63,7 @@ impl Inner {
     pub(super) fn trim(&self) -> Result<usize> {
         let closed = self.cache.check_open().is_err();
         // Not while this counts as releasing: an event may want memory while it is asked.
-        let useless = self.sort_pending(|record| record.own_region || closed).useless;
+        let useless = self.sort_pending(usize::MAX, |record| record.own_region || closed).useless;
         let mut releasing = self.releasing();
         let mut idle = self.cache.drain(|_| true);
         let found = self.check_idle(&mut idle);
@@ -74,7 +76,8 @@ impl Inner {
     /// Gives the blocks of a closed pool back that no device work may use.
     fn trim_without_asking(&self) -> Result<usize> {
         let mut store = self.store();
-        let free: Vec<_> = store.pending.others().into_iter().filter(|one| !one.record.is_in_flight()).collect();
+        let free: Vec<_> =
+            store.pending.others(usize::MAX).into_iter().filter(|one| !one.record.is_in_flight()).collect();
         let taken: Vec<_> = free.into_iter().filter(|one| store.pending.take(one)).map(|one| one.record).collect();
         drop(store);
         self.dispose(&taken)
@@ -143,9 +146,10 @@ impl Inner {
         }
     }
 
-    /// Puts pending blocks that can be used again into the cache. False: there were none.
-    pub(super) fn restock_pending(&self) -> bool {
-        let Sorted { restocked, useless } = self.sort_pending(|_| false);
+    /// Puts pending blocks that can be used again into the cache, having asked at most so many of those that are in no
+    /// line. False: there were none.
+    pub(super) fn restock_pending(&self, most: usize) -> bool {
+        let Sorted { restocked, useless } = self.sort_pending(most, |_| false);
         if !useless.is_empty() {
             let _ = self.dispose(&useless); // what the system refuses is counted as leaked
         }
@@ -162,10 +166,10 @@ impl Inner {
 
     /// Puts those pending blocks into the cache that no device work uses any more, their pages locked again. Those whose
     /// pages the kernel does not lock stay where they are; what is not worth a lock, or cannot be used again, comes out.
-    fn sort_pending(&self, is_not_worth_it: impl Fn(&Record) -> bool) -> Sorted {
+    fn sort_pending(&self, most: usize, is_not_worth_it: impl Fn(&Record) -> bool) -> Sorted {
         let mut sorted = Sorted::default();
         let mut refused = Vec::new();
-        self.settle(|record| {
+        self.settle(most, |record| {
             if record.is_spent() || record.is_unpinned() && is_not_worth_it(&record) {
                 sorted.useless.push(record);
             } else if record.is_unpinned() && self.repin(&record).is_err() {
@@ -185,11 +189,11 @@ impl Inner {
 
     /// Asks the events of pending blocks, and takes out those whose device work is done. Past a block that must wait, only
     /// those of its own queue are left out: their events come later still.
-    fn settle(&self, mut settled: impl FnMut(Arc<Record>)) {
+    fn settle(&self, most: usize, mut settled: impl FnMut(Arc<Record>)) {
         for queue in self.pending_queues() {
             while self.first_pending(queue).is_some_and(|first| self.has_moved(&first, &mut settled)) {}
         }
-        for other in self.other_pending() {
+        for other in self.other_pending(most) {
             self.has_moved(&other, &mut settled);
         }
     }
@@ -198,16 +202,16 @@ impl Inner {
         self.store().pending.queues()
     }
 
-    fn first_pending(&self, queue: Queue) -> Option<Waiting> {
+    fn first_pending(&self, queue: Queue) -> Option<Candidate> {
         self.store().pending.first(queue)
     }
 
-    fn other_pending(&self) -> Vec<Waiting> {
-        self.store().pending.others()
+    fn other_pending(&self, most: usize) -> Vec<Candidate> {
+        self.store().pending.others(most)
     }
 
     /// Asks for whom a block waits. False: it has to stay where it is.
-    fn has_moved(&self, waiting: &Waiting, settled: &mut impl FnMut(Arc<Record>)) -> bool {
+    fn has_moved(&self, waiting: &Candidate, settled: &mut impl FnMut(Arc<Record>)) -> bool {
         let known = waiting.record.look();
         if known == Known::Busy && waiting.is_in_its_place() {
             return false;

@@ -135,6 +135,7 @@ impl Inner {
                 cached: store.cached_bytes(allocated),
                 pending: store.pending_bytes(),
                 oldest: store.pending.since(),
+                lost: store.lost_bytes(),
             }
         };
         let budget = if len > headroom.bytes { headroom } else { self.budget };
@@ -169,6 +170,7 @@ struct Shortage {
     cached: usize,
     pending: usize,
     oldest: Option<Instant>,
+    lost: usize,
 }
 
 impl Shortage {
@@ -177,9 +179,9 @@ impl Shortage {
             let (soft, hard) = os::memlock_limit();
             return Error::MemlockLimit { wanted, locked: limits::locked_bytes(), soft, hard };
         }
-        let Self { allocated, cached, pending, oldest } = self;
+        let Self { allocated, cached, pending, oldest, lost } = self;
         let oldest = oldest.map(|since| since.elapsed());
         let (limit, budget) = (budget.bytes, budget.source.text());
-        Error::OutOfPinnedMemory { wanted, limit, allocated, cached, pending, oldest, budget }
+        Error::OutOfPinnedMemory { wanted, limit, allocated, cached, pending, oldest, lost, budget }
     }
 }

@@ -76,6 +76,9 @@ impl InFlight {
     /// No event could be recorded.
     pub(super) fn refused(&mut self, refusal: &Error) {
         self.arriving -= 1;
+        if matches!(refusal, Error::Invalid { .. }) {
+            return; // there is no such stream, and nothing was queued on it
+        }
         let for_good = matches!(refusal, Error::Captured { .. });
         if for_good || self.unknown.is_none() {
             self.unknown = Some(Unknown { reason: refusal.to_string(), for_good });

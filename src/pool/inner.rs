@@ -10,7 +10,6 @@ use super::record::{Record, Slot};
 use super::store::Store;
 use super::sync::{AtomicUsize, Condvar, Mutex, MutexGuard, Ordering, lock};
 use super::{PoolOptions, Stats};
-use crate::driver::{Device, Stream};
 use crate::error::{Error, Result};
 use crate::limits::Budget;
 use crate::os;
@@ -18,6 +17,8 @@ use crate::region::Progress;
 
 /// A cached block serves a request that is shorter by at most this share of it.
 const SLACK_SHARE: usize = 64;
+/// A request that can be served otherwise asks the first block of each line, and so many of those that are in no line.
+const A_FEW: usize = 64;
 /// How often, and after what pause, a request looks again for idle blocks that the books promise.
 const MISSED_BLOCKS: u32 = 20;
 const PAUSE: Duration = Duration::from_millis(1);
@@ -64,7 +65,7 @@ impl Inner {
         if self.fork_generation == os::fork_generation() { Ok(()) } else { Err(Error::Forked) }
     }
 
-    /// Steps 2 to 6 of the ladder.
+    /// The ladder but for its first step.
     pub(super) fn obtain(
         &self,
         len: usize,
@@ -80,9 +81,9 @@ impl Inner {
         loop {
             let returns = self.store().returns;
             match self.obtain_now(len, requested, progress) {
-                Err(refusal) if refusal.is_shortage() => {
+                Err(refusal) if refusal.is_shortage() && !self.is_hopeless(len) => {
                     if !self.wait(returns, deadline, progress)? {
-                        return Err(refusal);
+                        return self.obtain_now(len, requested, progress); // with the numbers of the end
                     }
                     super::unfinished::finish(); // the kernel's limit counts closed pools, too
                 }
@@ -100,17 +101,19 @@ impl Inner {
         self.lease(record, requested)
     }
 
-    /// Steps 4 and 5: each round gives something idle up, or waits for a thread that does, or ends.
+    /// Steps 5 and 6: each round gives something idle up, or waits for a thread that does, or ends.
     fn grow_or_make_room(&self, len: usize, progress: &mut Progress<'_>) -> Result<Arc<Record>> {
         let mut patience = MISSED_BLOCKS;
         loop {
             match self.grow(len, progress) {
                 Err(refusal) if self.is_shortage(&refusal) => {
+                    super::unfinished::finish();
                     let made_room = self.make_room(len, progress)?;
                     let cut = self.store().cut(len);
                     match cut {
                         Some(record) => return Ok(record),
                         None if made_room => {}
+                        None if self.restock_pending(usize::MAX) => {} // it is idle now, and the next round gives it up
                         None if patience > 0 && self.should_fit(len) => {
                             patience -= 1;
                             self.pause();
@@ -133,6 +136,11 @@ impl Inner {
         drop(self.returned.wait_timeout(self.store(), PAUSE).unwrap_or_else(PoisonError::into_inner));
     }
 
+    /// Whether a request will not fit, whatever comes back.
+    fn is_hopeless(&self, len: usize) -> bool {
+        self.store().lost_bytes().saturating_add(len) > self.budget.bytes
+    }
+
     /// Whether what is handed out leaves room in the budget. Then idle blocks were missed: other threads are moving them,
     /// or have put them into shards that were searched before.
     fn should_fit(&self, len: usize) -> bool {
@@ -147,24 +155,12 @@ impl Inner {
         (range.end <= record.range().end).then_some(record)
     }
 
-    /// Keeps a block from reuse until the work is done that was queued on a stream before.
-    pub(super) fn record_stream(&self, record: &Record, stream: Stream) -> Result<()> {
-        let devices = &self.options.devices;
-        if devices.is_empty() {
-            return Ok(());
-        }
-        let is_for_this_driver = |answer: &Result<_>| !matches!(answer, Err(Error::Unsupported { .. }));
-        let record_on = |device: &Arc<dyn Device>| Arc::clone(device).record(stream);
-        let first = || record_on(&devices[0]);
-        record.follow(|| devices.iter().map(record_on).find(is_for_this_driver).unwrap_or_else(first))
-    }
-
     /// A block from what the pool has already.
     fn reuse(&self, len: usize, requested: usize) -> Result<Option<Slot>> {
         if let Some(slot) = self.cache.steal(len, requested) {
             return Ok(Some(slot));
         }
-        if self.restock_pending()
+        if self.restock_pending(A_FEW)
             && let Some(slot) = self.cache.steal(len, requested)
         {
             return Ok(Some(slot));

@@ -2,8 +2,9 @@
 //!
 //! A request goes down this ladder and stops at the first step that serves it:
 //!
-//! 1. the cache: a block of exactly this length that was freed before (no system call, no search);
-//! 2. pending blocks of that length whose device work is done by now;
+//! 1. the cache: a block of exactly this length that was freed before (no system call, no search), by this thread or
+//!    another;
+//! 2. the same, after a look at pending blocks whose device work may be done by now;
 //! 3. the arena: the smallest hole in the shared regions;
 //! 4. the cache again, for a block that is longer by a small slack;
 //! 5. a new region: shared for a small request, of exactly its length for a large one;
@@ -174,7 +175,6 @@ impl Pool {
         let page = os::page_size();
         let padded = len.checked_next_multiple_of(page).filter(|&len| isize::try_from(len).is_ok());
         let padded = padded.ok_or_else(|| Error::invalid("nbytes", format!("{len} bytes are more than memory has")))?;
-        unfinished::finish();
         self.hand_out(self.inner.obtain(padded, len, timeout, progress)?, len)
     }
 
@@ -197,18 +197,18 @@ impl Pool {
         checked.map(|()| block)
     }
 
-    /// Whether one block of this pool, live or not, holds a range.
+    /// The live block of this pool that holds a range.
     ///
     /// # Errors
-    /// `Invalid` where none does, which says so when it is one of another pool.
-    pub fn check_holds(&self, range: &Range<usize>) -> Result<()> {
+    /// `Forked`; `Invalid` where there is none, which says so when it is one of another pool.
+    pub fn find(&self, range: &Range<usize>) -> Result<Found> {
         self.inner.check_process()?;
-        match (self.inner.find(range), find(range)) {
-            (Some(_), _) => Ok(()),
-            (None, Some(_)) => {
+        match self.inner.find(range).filter(|record| record.is_owned()) {
+            Some(record) => Ok(Found { pool: Arc::clone(&self.inner), record }),
+            None if find(range).is_ok() => {
                 Err(Error::invalid("memory", "a block of another pool; ask that pool, or pinpool itself"))
             }
-            (None, None) => Err(no_block(range)),
+            None => Err(no_block(range)),
         }
     }
 
@@ -254,7 +254,8 @@ impl Pool {
     }
 
     /// Refuses further requests and gives back what is idle; live blocks go to the system as they are dropped. What device
-    /// work may still use goes when any pool of the process is next asked for something and that work is done.
+    /// work may still use goes once that work is done and a pool of the process is made, grown by `reserve`, trimmed,
+    /// closed, or short of memory.
     /// A second call does nothing.
     ///
     /// # Errors
@@ -317,55 +318,59 @@ pub fn unpin_within(address: usize, progress: &mut Progress<'_>) -> Result<bool>
     alive.iter().find_map(|pool| pool.unpin(address, progress)).unwrap_or(Ok(false))
 }
 
-/// Keeps the block that holds a range from reuse until the work is done that was queued on a stream before. Does nothing
-/// for memory of a pool without devices: copies of it are done when the call that made them returns.
+/// A block that somebody owns.
+#[derive(Debug)]
+pub struct Found {
+    pool: Arc<Inner>,
+    record: Arc<Record>,
+}
+
+impl Found {
+    /// Keeps the block from reuse until the work is done that was queued on a stream before. Does nothing for memory of a
+    /// pool without devices: copies of it are done when the call that made them returns.
+    ///
+    /// # Errors
+    /// `Invalid` where the block was released meanwhile, or there is no such device; else as [`Device::record`]: then the
+    /// block is not reused at all, unless a later call succeeds.
+    pub fn record_stream(&self, stream: Stream) -> Result<()> {
+        let devices = &self.pool.options.devices;
+        let Some(first) = devices.first() else { return Ok(()) };
+        let record_on = |device: &Arc<dyn Device>| Arc::clone(device).record(stream);
+        let is_for_this_driver = |answer: &Result<_>| !matches!(answer, Err(Error::Unsupported { .. }));
+        self.record
+            .follow(|| devices.iter().map(record_on).find(is_for_this_driver).unwrap_or_else(|| record_on(first)))
+    }
+
+    /// Keeps the block from reuse until an event is done.
+    ///
+    /// # Errors
+    /// `Invalid` where the block was released meanwhile.
+    pub fn defer(&self, event: Arc<dyn Event>) -> Result<()> {
+        self.record.follow(|| Ok(event))
+    }
+
+    /// The device that the calling thread works on, of those that the block is registered with or that such a registration
+    /// serves, by kind and ordinal; else the first of its pool. `None`: the pool has no devices.
+    pub fn device(&self) -> Option<(&'static str, u32)> {
+        let first = self.pool.options.devices.first()?;
+        Some((first.id().kind, first.current_ordinal().unwrap_or(first.id().ordinal)))
+    }
+}
+
+/// The block of whatever pool that holds a range.
 ///
 /// # Errors
-/// `Invalid` where no live block of any pool holds the range; else as [`Device::record`]: then the block is not reused at
-/// all, unless a later call succeeds.
-pub fn record_stream(range: &Range<usize>, stream: impl Into<Stream>) -> Result<()> {
-    let (pool, record) = find_live(range)?;
-    pool.record_stream(&record, stream.into())
-}
-
-/// Keeps the block that holds a range from reuse until an event is done.
-///
-/// # Errors
-/// `Invalid` where no live block of any pool holds the range.
-pub fn defer(range: &Range<usize>, event: Arc<dyn Event>) -> Result<()> {
-    find_live(range)?.1.follow(|| Ok(event))
-}
-
-/// Whether a block that somebody owns holds all bytes of a range.
-pub fn is_live(range: &Range<usize>) -> bool {
-    find_live(range).is_ok()
-}
-
-/// The device that the calling thread works on, among those of the driver that the block of this range is registered with;
-/// else the first of its pool.
-///
-/// # Errors
-/// `Invalid` where no live block of any pool holds the range.
-pub fn current_ordinal(range: &Range<usize>) -> Result<u32> {
-    let (pool, _) = find_live(range)?;
-    let devices = &pool.options.devices;
-    let current = devices.iter().find_map(|device| device.current_ordinal());
-    Ok(current.or_else(|| devices.first().map(|device| device.id().ordinal)).unwrap_or(0))
-}
-
-fn find_live(range: &Range<usize>) -> Result<(Arc<Inner>, Arc<Record>)> {
-    find(range).filter(|(_, record)| record.is_owned()).ok_or_else(|| no_block(range))
-}
-
-/// The block of whatever pool that holds a range, live or not.
-fn find(range: &Range<usize>) -> Option<(Arc<Inner>, Arc<Record>)> {
+/// `Invalid` where there is none, or nobody owns it.
+pub fn find(range: &Range<usize>) -> Result<Found> {
     let alive: Vec<Arc<Inner>> = pools().iter().filter_map(Weak::upgrade).collect();
-    alive.into_iter().find_map(|pool| pool.find(range).map(|record| (pool, record)))
+    let found = alive.into_iter().find_map(|pool| pool.find(range).map(|record| Found { pool, record }));
+    found.filter(|found| found.record.is_owned()).ok_or_else(|| no_block(range))
 }
 
 fn no_block(range: &Range<usize>) -> Error {
     let (start, len) = (range.start, range.end - range.start);
-    Error::invalid("memory", format!("{start:#x}+{len} is in no live block of a pool: nothing of ours reuses it"))
+    let why = "is in no live block of a pool; only those are reused, so keep other memory until its copies are done";
+    Error::invalid("memory", format!("{start:#x}+{len} {why}"))
 }
 
 pub(crate) fn make_statics() {

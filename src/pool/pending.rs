@@ -22,19 +22,21 @@ pub(super) struct Pending {
     /// What is in no line, in the order in which it came.
     others: BTreeMap<Stay, Arc<Record>>,
     stays: Stay,
+    /// Whose turn it is among the others.
+    next: Stay,
     bytes: usize,
 }
 
 /// A block that was pending at some moment. It may have left since, and come back.
 #[derive(Clone, Debug)]
-pub(super) struct Waiting {
+pub(super) struct Candidate {
     pub(super) record: Arc<Record>,
     /// Its place in a line; none: it is among the others.
     place: Option<Place>,
     stay: Stay,
 }
 
-impl Waiting {
+impl Candidate {
     /// Whether it waits for what it waited for when it was put there.
     pub(super) fn is_in_its_place(&self) -> bool {
         self.record.place() == self.place
@@ -56,7 +58,7 @@ impl Pending {
     }
 
     /// Takes a block out. False: another thread has done so.
-    pub(super) fn take(&mut self, waiting: &Waiting) -> bool {
+    pub(super) fn take(&mut self, waiting: &Candidate) -> bool {
         let taken = match waiting.place {
             Some(place) => self.take_from_line(place, waiting.stay),
             None => self.others.remove(&waiting.stay),
@@ -79,15 +81,18 @@ impl Pending {
     }
 
     /// The first in a line.
-    pub(super) fn first(&self, queue: Queue) -> Option<Waiting> {
+    pub(super) fn first(&self, queue: Queue) -> Option<Candidate> {
         let (&(number, stay), record) = self.lines.get(&queue)?.first_key_value()?;
-        Some(Waiting { record: Arc::clone(record), place: Some(Place { queue, number }), stay })
+        Some(Candidate { record: Arc::clone(record), place: Some(Place { queue, number }), stay })
     }
 
-    /// Those in no line.
-    pub(super) fn others(&self) -> Vec<Waiting> {
-        let waiting = |(&stay, record)| Waiting { record: Arc::clone(record), place: None, stay };
-        self.others.iter().map(waiting).collect()
+    /// Those in no line, at most so many, and the next time those that come after them.
+    pub(super) fn others(&mut self, most: usize) -> Vec<Candidate> {
+        let (after, before) = (self.others.range(self.next..), self.others.range(..self.next));
+        let candidate = |(&stay, record)| Candidate { record: Arc::clone(record), place: None, stay };
+        let others: Vec<_> = after.chain(before).take(most).map(candidate).collect();
+        self.next = others.last().map_or(0, |last| last.stay + 1);
+        others
     }
 
     pub(super) fn records(&self) -> impl Iterator<Item = &Arc<Record>> {

@@ -18,7 +18,8 @@ pub(super) struct Record {
     /// The block is all of its region.
     pub(super) own_region: bool,
     state: AtomicU8,
-    in_flight: Mutex<InFlight>,
+    /// Boxed: what every take and return touches is to be one line of the processor's cache.
+    in_flight: Box<Mutex<InFlight>>,
 }
 
 // What a state is made of; none of them: the block is idle, and can be handed out.
@@ -30,7 +31,8 @@ const UNPINNING: u8 = 2;
 const UNPINNED: u8 = 4;
 /// It cannot be used again: its registrations have ended. Stays.
 const SPENT: u8 = 16;
-/// Device work may use it. Changes under the lock of `in_flight` only, and is set only while a caller owns the block.
+/// Device work may use it, or it is condemned. Changes under the lock of `in_flight` only; device work begins only while a
+/// caller owns the block.
 const IN_FLIGHT: u8 = 8;
 
 /// What is to be done with a block that came back.
@@ -57,7 +59,7 @@ pub(super) enum Unpinning {
 
 impl Record {
     pub(super) fn new(address: usize, len: usize, own_region: bool) -> Self {
-        Self { address, len, own_region, state: AtomicU8::new(0), in_flight: Mutex::default() }
+        Self { address, len, own_region, state: AtomicU8::new(0), in_flight: Box::default() }
     }
 
     pub(super) fn range(&self) -> Range<usize> {

@@ -189,9 +189,14 @@ impl Store {
         self.pending.bytes() + lingering
     }
 
+    /// Bytes that are never to be used again.
+    pub(super) fn lost_bytes(&self) -> usize {
+        self.quarantined_bytes() + self.leaked
+    }
+
     /// Bytes that are neither handed out nor can be reused now.
     pub(super) fn withheld_bytes(&self) -> usize {
-        self.pending_bytes() + self.quarantined_bytes() + self.leaked
+        self.pending_bytes() + self.lost_bytes()
     }
 
     /// Bytes that are idle and can be reused, when so many are handed out.

@@ -12,7 +12,7 @@ use super::array::PinnedArray;
 use super::exchange;
 use super::extent::{Span, span_of};
 use crate::driver::{Event, Stream};
-use crate::pool;
+use crate::pool::{self, Found};
 
 /// An object with `query()`: torch.cuda.Event, torch.xpu.Event, or the caller's own.
 #[derive(Debug)]
@@ -71,6 +71,9 @@ fn describe(object: &Bound<'_, PyAny>) -> String {
 
 /// The stream that a caller means.
 fn stream_of(stream: &Bound<'_, PyAny>) -> PyResult<Stream> {
+    if stream.is_exact_instance_of::<PyInt>() {
+        return Ok(Stream::from(extract_handle(stream)?));
+    }
     let Some(handle) = handle_of(stream)? else {
         let class = stream.get_type().fully_qualified_name()?;
         return Err(PyTypeError::new_err(format!(
@@ -78,11 +81,16 @@ fn stream_of(stream: &Bound<'_, PyAny>) -> PyResult<Stream> {
              for streams of other devices, pass an event to defer(obj, event)"
         )));
     };
-    let invalid = |error: PyErr| match error.is_instance_of::<PyOverflowError>(stream.py()) {
-        true => PyValueError::new_err(format!("invalid stream: {handle} is no handle of a CUDA stream")),
-        false => error,
-    };
-    Ok(Stream { handle: handle.extract().map_err(invalid)?, ordinal: ordinal_of(stream)? })
+    Ok(Stream { handle: extract_handle(&handle)?, ordinal: ordinal_of(stream)? })
+}
+
+fn extract_handle(handle: &Bound<'_, PyAny>) -> PyResult<usize> {
+    handle.extract().map_err(|error: PyErr| {
+        if error.is_instance_of::<PyOverflowError>(handle.py()) {
+            return PyValueError::new_err(format!("invalid stream: {handle} is no handle of a CUDA stream"));
+        }
+        error
+    })
 }
 
 fn handle_of<'py>(stream: &Bound<'py, PyAny>) -> PyResult<Option<Bound<'py, PyAny>>> {
@@ -110,34 +118,31 @@ fn ordinal_of(stream: &Bound<'_, PyAny>) -> PyResult<Option<u32>> {
     Ok(object.getattr_opt(attribute)?.and_then(|ordinal| ordinal.extract().ok()))
 }
 
-/// torch's current stream of the device that this thread works on. `None`: torch has not used CUDA, so nothing of its
-/// work is under way.
-fn current_stream(py: Python<'_>, range: &Range<usize>) -> PyResult<Option<Stream>> {
-    let ordinal = pool::current_ordinal(range)?;
-    let devices = py.import("pinpool._devices")?;
-    if !devices.call_method0("torch_uses_cuda")?.extract::<bool>()? {
-        return Ok(None);
+/// Keeps a block from reuse until the work of a stream is done. None: torch's current one.
+pub(super) fn record(py: Python<'_>, found: &Found, stream: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
+    if let Some(stream) = stream {
+        let stream = stream_of(stream)?;
+        return Ok(py.detach(|| found.record_stream(stream))?);
+    }
+    let Some((kind, ordinal)) = found.device() else { return Ok(()) };
+    let torch = py.import("pinpool._devices")?.call_method0("torch_streams")?;
+    if !torch.call_method1("is_used", (kind,))?.extract::<bool>()? {
+        return Ok(()); // nothing of its work is under way
+    }
+    if kind != "cuda" {
+        return defer_to(py, found, &torch.call_method1("current_event", (kind,))?);
     }
     let handle = match exchange::current_cuda_stream(py, ordinal)? {
         Some(handle) => handle,
-        None => devices.call_method1("torch_cuda_stream", (ordinal,))?.extract()?,
+        None => torch.call_method1("current_cuda_stream", (ordinal,))?.extract()?,
     };
-    Ok(Some(Stream { handle, ordinal: Some(ordinal) }))
+    Ok(py.detach(|| found.record_stream(Stream { handle, ordinal: Some(ordinal) }))?)
 }
 
-/// Records a stream for the block that holds a range, whatever pool it is of.
-pub(super) fn record(py: Python<'_>, range: &Range<usize>, stream: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
-    let stream = match stream {
-        Some(stream) => Some(stream_of(stream)?),
-        None => current_stream(py, range)?,
-    };
-    Ok(stream.map_or(Ok(()), |stream| py.detach(|| pool::record_stream(range, stream)))?)
-}
-
-/// Keeps the block that holds a range from reuse until an event is done.
-pub(super) fn defer_to(py: Python<'_>, range: &Range<usize>, event: &Bound<'_, PyAny>) -> PyResult<()> {
+/// Keeps a block from reuse until an event is done.
+pub(super) fn defer_to(py: Python<'_>, found: &Found, event: &Bound<'_, PyAny>) -> PyResult<()> {
     let event = PythonEvent::of(event)?;
-    Ok(py.detach(|| pool::defer(range, event))?)
+    Ok(py.detach(|| found.defer(event))?)
 }
 
 /// The bytes that an object stands for; `None` where it has none.
@@ -171,7 +176,7 @@ pub(super) fn range_of(obj: &Bound<'_, PyAny>) -> PyResult<Option<Range<usize>>>
 #[pyo3(signature = (obj, stream=None))]
 pub(crate) fn record_stream(py: Python<'_>, obj: &Bound<'_, PyAny>, stream: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
     let Some(range) = range_of(obj)? else { return Ok(()) };
-    record(py, &range, stream)
+    record(py, &pool::find(&range)?, stream)
 }
 
 /// Keep a block from reuse until an event is done.
@@ -199,12 +204,12 @@ pub(crate) fn record_stream(py: Python<'_>, obj: &Bound<'_, PyAny>, stream: Opti
 #[pyfunction]
 pub(crate) fn defer(py: Python<'_>, obj: &Bound<'_, PyAny>, event: &Bound<'_, PyAny>) -> PyResult<()> {
     let Some(range) = range_of(obj)? else { return Ok(()) };
-    defer_to(py, &range, event)
+    defer_to(py, &pool::find(&range)?, event)
 }
 
 /// Tell whether all bytes of an object lie in one live block of a pool.
 #[pyfunction]
 pub(crate) fn is_pool_memory(obj: &Bound<'_, PyAny>) -> PyResult<bool> {
     let span = span_of(obj)?.filter(|span| span.len > 0);
-    Ok(span.is_some_and(|Span { address, len, .. }| pool::is_live(&(address..address.saturating_add(len)))))
+    Ok(span.is_some_and(|Span { address, len, .. }| pool::find(&(address..address.saturating_add(len))).is_ok()))
 }

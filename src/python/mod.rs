@@ -40,7 +40,8 @@ pyo3::create_exception!(
     pinpool,
     OutOfPinnedMemoryError,
     PinpoolError,
-    "The pool's budget is used up: attributes wanted, limit, allocated, cached, pending, in bytes; oldest, in seconds."
+    "The pool's budget is used up: attributes wanted, limit, allocated, cached, pending, lost, in bytes; \
+     oldest, in seconds."
 );
 pyo3::create_exception!(
     pinpool,
@@ -91,7 +92,7 @@ impl From<Error> for PyErr {
                 MemlockLimitError::new_err(text),
                 &[("wanted", wanted), ("locked", locked), ("soft_limit", soft), ("hard_limit", hard)],
             ),
-            Error::OutOfPinnedMemory { wanted, limit, allocated, cached, pending, oldest, .. } => {
+            Error::OutOfPinnedMemory { wanted, limit, allocated, cached, pending, oldest, lost, .. } => {
                 let error = with_numbers(
                     OutOfPinnedMemoryError::new_err(text),
                     &[
@@ -100,6 +101,7 @@ impl From<Error> for PyErr {
                         ("allocated", allocated),
                         ("cached", cached),
                         ("pending", pending),
+                        ("lost", lost),
                     ],
                 );
                 with_attributes(error, |value| value.setattr("oldest", oldest.map(|age| age.as_secs_f64())))

@@ -208,8 +208,7 @@ impl PinnedPool {
     #[pyo3(signature = (obj, stream=None))]
     fn record_stream(&self, py: Python<'_>, obj: &Bound<'_, PyAny>, stream: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
         let Some(range) = range_of(obj)? else { return Ok(()) };
-        self.pool.check_holds(&range)?;
-        record(py, &range, stream)
+        record(py, &self.pool.find(&range)?, stream)
     }
 
     /// Keep a block of this pool from reuse until an event is done: anything with `query()`.
@@ -217,8 +216,7 @@ impl PinnedPool {
     /// See `pinpool.defer`, which does the same for whatever pool; this one raises ValueError for a block of another.
     fn defer(&self, py: Python<'_>, obj: &Bound<'_, PyAny>, event: &Bound<'_, PyAny>) -> PyResult<()> {
         let Some(range) = range_of(obj)? else { return Ok(()) };
-        self.pool.check_holds(&range)?;
-        defer_to(py, &range, event)
+        defer_to(py, &self.pool.find(&range)?, event)
     }
 
     /// List the blocks that have an owner: address, nbytes, generation and origin of each. For debug=True only.

@@ -1,10 +1,14 @@
-"""Every example in the stub, in the modules and in the documents runs."""
+"""Every example in the stub, in the modules and in the documents runs, and every program."""
 
 import ast
 import doctest
 import importlib
 import inspect
+import os
 import re
+import shlex
+import subprocess
+import sys
 from operator import attrgetter
 from pathlib import Path
 
@@ -16,6 +20,11 @@ PACKAGE = Path(pinpool.__file__).parent
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted(path.relative_to(ROOT) for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+# A program is a block that has the name of a file, and is run by the commands in blocks of shell.
+FILE = re.compile(r"^```python (\S+\.py)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+COMMANDS = re.compile(r"^```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+PROGRAMS = [document for document in DOCUMENTS if FILE.search((ROOT / document).read_text())]
+LAUNCHERS = {"torchrun": "torch.distributed.run"}
 
 
 def docstrings(path):
@@ -66,6 +75,22 @@ def test_the_python_blocks_of_a_document_run(document, monkeypatch, tmp_path):
         else:
             above = "\n" * text.count("\n", 0, block.start(1))  # so that a traceback has the document's line numbers
             exec(compile(above + block[1], str(ROOT / document), "exec"), names)
+
+
+@pytest.mark.parametrize("document", PROGRAMS, ids=str)
+def test_the_programs_of_a_document_run_as_it_says(document, tmp_path):
+    text = (ROOT / document).read_text()
+    for name, program in FILE.findall(text):
+        (tmp_path / name).write_text(program)
+    commands = [shlex.split(line) for lines in COMMANDS.findall(text) for line in lines.splitlines()]
+    assert commands
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    for launcher, *arguments in commands:
+        command = [sys.executable, "-m", LAUNCHERS[launcher], *arguments]
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=120, check=False, cwd=tmp_path, env=environment
+        )
+        assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("kind", [pinpool.PinnedPool, pinpool.PinnedArray, pinpool.Registration])

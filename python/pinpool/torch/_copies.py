@@ -9,7 +9,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from pinpool import _pinpool
-from pinpool.torch._tensors import _is_odd, empty
+from pinpool.torch._streams import recorded_event
+from pinpool.torch._tensors import empty, is_odd
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -86,7 +87,7 @@ def _is_on_host(tensor: torch.Tensor) -> bool:
 
 def _can_be_followed(host: torch.Tensor) -> bool:
     """Tell whether it is known what memory a tensor on the host lies in. The copy of any other must block."""
-    return not any(map(_is_odd, _parts(host)))
+    return not any(map(is_odd, _parts(host)))
 
 
 def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -120,16 +121,9 @@ class _Lost:
         raise RuntimeError(f"a copy is not followed: {self.reason}")
 
 
-def recorded_event(device: torch.device) -> torch.Event:
-    """Make an event that is done when the work is that is queued now on the current stream of a device."""
-    event = torch.Event(device=device)
-    event.record(torch.accelerator.current_stream(device))
-    return event
-
-
 def is_plain(tensor: torch.Tensor) -> bool:
     """Tell whether a tensor is nothing but its elements in memory of its device, so that a plain copy stands for it."""
-    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.is_meta and not _is_odd(tensor)
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.is_meta and not is_odd(tensor)
 
 
 def empty_as(pool: PinnedPool, tensor: torch.Tensor, *, timeout: float | None = 0) -> torch.Tensor:

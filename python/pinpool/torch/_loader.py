@@ -25,7 +25,8 @@ class PoolCollate:
     """A `collate_fn` whose batches a DataLoader with `pin_memory=True` pins into a pool.
 
     `collate_fn` makes the batch, in the worker; it is pinned in the process that made the `PoolCollate`, which keeps
-    the pool. Batches are `PoolBatch`es. `timeout`: seconds to wait for pool memory.
+    the pool. Without an accelerator torch pins nothing. Batches are `PoolBatch`es. `timeout`: seconds to wait for
+    pool memory.
 
     >>> from pinpool import PinnedPool
     >>> from torch.utils.data import DataLoader
@@ -37,6 +38,8 @@ class PoolCollate:
     """
 
     def __init__(self, pool: PinnedPool, collate_fn: Change = default_collate, *, timeout: float | None = 0) -> None:
+        if not isinstance(pool, PinnedPool):
+            raise TypeError(f"PoolCollate takes a PinnedPool, not {type(pool).__name__}")
         self.pool: PinnedPool | None = pool
         self.collate_fn = collate_fn
         self.timeout = timeout
@@ -98,6 +101,14 @@ class PoolBatch:
                 lambda other: other.to(device, non_blocking=non_blocking),
             )
         )
+
+    def cuda(self, device: torch.device | str | int | None = None, non_blocking: bool = True) -> PoolBatch:
+        """Move the tensors of the batch as `to` does; a tensor's own `cuda` would not keep the memory from reuse."""
+        return self.to("cuda" if device is None else device, non_blocking)
+
+    def xpu(self, device: torch.device | str | int | None = None, non_blocking: bool = True) -> PoolBatch:
+        """Move the tensors of the batch as `to` does."""
+        return self.to("xpu" if device is None else device, non_blocking)
 
     def _pinned(self, pool: PinnedPool, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.device.type != "cpu" or not is_plain(tensor) or _pinpool.is_pinned(tensor) or tensor.is_pinned():

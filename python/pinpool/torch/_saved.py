@@ -5,17 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 from operator import methodcaller
-from typing import TYPE_CHECKING
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from pinpool import _pinpool
-from pinpool.torch._copies import copy_, empty_as, is_plain, recorded_event, to_device
+from pinpool._pinpool import PinnedPool
+from pinpool.torch._copies import copy_, empty_as, is_plain, to_device
+from pinpool.torch._streams import recorded_event
 from pinpool.torch._tensors import default_pool
-
-if TYPE_CHECKING:
-    from pinpool._pinpool import PinnedPool
 
 
 class save_in_pool(saved_tensors_hooks):  # noqa: N801  (torch's save_on_cpu is spelled like this)
@@ -45,6 +43,8 @@ class save_in_pool(saved_tensors_hooks):  # noqa: N801  (torch's save_on_cpu is 
     """
 
     def __init__(self, pool: PinnedPool | None = None, *, min_bytes: int = 4096, timeout: float | None = 0) -> None:
+        if not isinstance(pool, PinnedPool | None):
+            raise TypeError(f"save_in_pool takes a PinnedPool, not {type(pool).__name__}")
         super().__init__(partial(_pack, pool or default_pool(), min_bytes, timeout), methodcaller("restore"))
 
 

@@ -66,7 +66,7 @@ def pin(
     """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"pin takes a tensor, not {type(tensor).__name__}; for other memory, see pinpool.register")
-    if not isinstance(tensor, FakeTensor) and _is_odd(tensor):
+    if not isinstance(tensor, FakeTensor) and is_odd(tensor):
         raise TypeError(f"cannot pin a copy of {_kind(tensor)}: it has no dense memory of its own; pin its parts")
     shape = tuple(tensor.shape) if match_shape else (tensor.numel(),)
     if tensor.is_meta or isinstance(tensor, FakeTensor):
@@ -130,7 +130,7 @@ def extent(tensor: torch.Tensor) -> tuple[int, int, bool, object] | str:
 def _host_extent(tensor: torch.Tensor) -> tuple[int, int, bool, object] | str:
     if isinstance(tensor, FakeTensor) or tensor.is_meta:
         return f"{_kind(tensor)}: it has no memory of its own"
-    if _is_odd(tensor):
+    if is_odd(tensor):
         return f"{_kind(tensor)}: it has no dense memory of its own; pin its parts"
     if tensor.device.type != "cpu":
         return f"{_kind(tensor)}: only host memory can be pinned"
@@ -143,7 +143,7 @@ def _host_extent(tensor: torch.Tensor) -> tuple[int, int, bool, object] | str:
     return tensor.data_ptr(), (reach + 1) * element, reach + 1 == numel, _keeper(tensor)
 
 
-def _is_odd(tensor: torch.Tensor) -> bool:
+def is_odd(tensor: torch.Tensor) -> bool:
     """Tell whether a tensor is made of others, or of no elements that lie in memory as its shape says."""
     return (
         tensor.layout != torch.strided

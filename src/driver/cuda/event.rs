@@ -125,15 +125,22 @@ impl CudaDevice {
         self.driver.check("cuStreamGetCtx", 0, Some(self.id), code).map(|()| context)
     }
 
-    /// The primary context of another device, which whoever has given it work retains.
+    /// The primary context of another device, where somebody has made it: no context is made here for that.
     fn primary_context(&self, ordinal: u32) -> Result<Context> {
-        let (device, id) = self.driver.identify(ordinal as c_int)?;
-        let mut context = null_mut();
+        let no_context = || Error::invalid("stream", format!("cuda:{ordinal} is not in use, so it has no streams"));
+        let (device, id) = self.driver.identify(ordinal as c_int).map_err(|_| no_context())?;
+        let (mut flags, mut is_active, mut context) = (0, 0, null_mut());
         let memory = &self.driver.functions.memory;
+        // SAFETY: the driver fills the numbers that we own.
+        let state = unsafe { (memory.context_state)(device, &raw mut flags, &raw mut is_active) };
+        self.driver.check("cuDevicePrimaryCtxGetState", 0, Some(id), state)?;
+        if is_active == 0 {
+            return Err(no_context());
+        }
         // SAFETY: the driver fills the pointer that we own.
         let retained = unsafe { (memory.retain_context)(&raw mut context, device) };
         self.driver.check("cuDevicePrimaryCtxRetain", 0, Some(id), retained)?;
-        // SAFETY: retained just now.
+        // SAFETY: retained just now, and by whoever made it.
         unsafe { (memory.release_context)(device) };
         Ok(context)
     }

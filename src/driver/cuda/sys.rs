@@ -80,6 +80,7 @@ functions! {
         device_uuid: fn(*mut [u8; 16], c_int) = c"cuDeviceGetUuid_v2" or c"cuDeviceGetUuid";
         device_attribute: fn(*mut c_int, c_int, c_int) = c"cuDeviceGetAttribute";
         retain_context: fn(*mut Context, c_int) = c"cuDevicePrimaryCtxRetain";
+        context_state: fn(c_int, *mut c_uint, *mut c_int) = c"cuDevicePrimaryCtxGetState";
         release_context: fn(c_int) = c"cuDevicePrimaryCtxRelease_v2" or c"cuDevicePrimaryCtxRelease";
         push_context: fn(Context) = c"cuCtxPushCurrent_v2" or c"cuCtxPushCurrent";
         pop_context: fn(*mut Context) = c"cuCtxPopCurrent_v2" or c"cuCtxPopCurrent";
