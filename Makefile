@@ -36,8 +36,8 @@ RUST_INPUTS := $(shell find src -name '*.rs') Cargo.toml $(wildcard Cargo.lock) 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help venv develop demo test test-rust test-python fmt lint docs bench bench-check compare offload sanitize \
-        test-sycl wheel wheel-test check clean rust drivers
+.PHONY: help venv develop demo test test-rust test-python model fmt lint docs bench bench-check compare offload \
+        sanitize test-sycl wheel wheel-test check clean rust drivers
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
@@ -86,6 +86,10 @@ drivers:
 test-python: develop drivers  ## Python: the built module, torch and numpy included
 	$(BIN)/python -m pytest
 
+# The tests of loom's own build are the models: the others do not run inside of one.
+model: rust  ## every order of events of the pool's concurrent parts, with loom
+	RUSTFLAGS="--cfg loom" cargo test --profile model --lib --target-dir target/model pool::model -- --nocapture --test-threads=1
+
 # nightly: the flag is unstable. Documentation tests are left out: they would be built a second time, one by one.
 # A test that asks the heap for an absurd size gets NULL, as from malloc, instead of an abort. Intel's driver is hidden
 # from the Level Zero loader, because it loads its parts in a way that the sanitizer cannot have (RTLD_DEEPBIND).
@@ -111,6 +115,7 @@ lint: develop  ## rustfmt, clippy, ruff, mypy, and the stubs against the built m
 	cargo fmt --check
 	cargo clippy --all-targets -- -D warnings
 	cargo clippy --all-targets --all-features -- -D warnings
+	RUSTFLAGS="--cfg loom" cargo clippy --profile test --lib --target-dir target/model -- -D warnings
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
@@ -148,7 +153,7 @@ wheel: $(VENV)/.zig rust  ## one wheel for Python 3.11 and newer on old distribu
 wheel-test: wheel  ## the wheel in empty environments, one for each Python at hand
 	$(BIN)/python tests/python/wheel_check.py dist/*.whl
 
-check: lint docs test bench-check sanitize wheel-test  ## what CI runs: all of the above but the measuring
+check: lint docs test model bench-check sanitize wheel-test  ## what CI runs: all of the above but the measuring
 
 clean:  ## removes what was built, .venv included
 	rm -rf target dist .venv .mypy_cache .ruff_cache .pytest_cache

@@ -1,14 +1,14 @@
 //! What a pool's handle and its blocks share, and the ladder that a request goes down.
 
 use std::ops::Range;
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::cache::ShardedCache;
 use super::debug::Ledger;
 use super::record::{Record, Slot};
 use super::store::Store;
-use super::sync::{AtomicUsize, Condvar, Mutex, MutexGuard, Ordering, lock};
+use super::sync::{AtomicUsize, Condvar, Mutex, MutexGuard, Ordering, WAIT_STEP, lock, wait};
 use super::{PoolOptions, Stats};
 use crate::error::{Error, Result};
 use crate::limits::Budget;
@@ -22,8 +22,6 @@ const A_FEW: usize = 64;
 /// How often, and after what pause, a request looks again for idle blocks that the books promise.
 const MISSED_BLOCKS: u32 = 20;
 const PAUSE: Duration = Duration::from_millis(1);
-/// How often a waiting caller is asked whether it still wants to wait.
-const WAIT_STEP: Duration = Duration::from_millis(50);
 /// How often a waiting caller asks events: nobody tells when device work ends.
 const POLL_STEP: Duration = Duration::from_millis(1);
 
@@ -133,7 +131,7 @@ impl Inner {
 
     /// Gives a thread that is in the middle of something the time to end it.
     fn pause(&self) {
-        drop(self.returned.wait_timeout(self.store(), PAUSE).unwrap_or_else(PoisonError::into_inner));
+        wait(&self.returned, self.store(), PAUSE);
     }
 
     /// Whether a request will not fit, whatever comes back.
@@ -190,7 +188,7 @@ impl Inner {
         let store = self.store();
         if store.returns == returns {
             let step = if store.is_unfinished() { POLL_STEP } else { WAIT_STEP };
-            drop(self.returned.wait_timeout(store, left.min(step)).unwrap_or_else(PoisonError::into_inner));
+            wait(&self.returned, store, left.min(step));
         }
         Ok(true)
     }
@@ -221,7 +219,7 @@ impl Inner {
             if store.releasing == 0 {
                 return Ok(false);
             }
-            drop(self.returned.wait_timeout(store, WAIT_STEP).unwrap_or_else(PoisonError::into_inner));
+            wait(&self.returned, store, WAIT_STEP);
             if progress(0, 0).is_break() {
                 return Err(Error::Interrupted);
             }

@@ -23,6 +23,8 @@ mod give_back;
 mod growth;
 mod in_flight;
 mod inner;
+#[cfg(all(test, loom))]
+mod model;
 mod pending;
 mod record;
 mod store;
@@ -31,13 +33,12 @@ mod unfinished;
 
 use std::collections::BTreeMap;
 use std::ops::{ControlFlow, Range};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use crate::block::Block;
 use crate::driver::{Device, Event, Registering, Stream};
 use crate::error::{Error, Result};
-use crate::fork::PerProcess;
 use crate::limits::{self, Budget, Source};
 use crate::os;
 use crate::region::{Pages, Progress, RegionOptions};
@@ -47,6 +48,7 @@ pub use debug::LiveBlock;
 use inner::Inner;
 use record::Record;
 pub(crate) use record::Slot;
+use sync::{Mutex, MutexGuard, lock, per_process};
 
 const MIB: usize = 1 << 20;
 
@@ -380,8 +382,8 @@ pub(crate) fn make_statics() {
 
 /// Every pool of the process that may still be alive.
 fn pools() -> MutexGuard<'static, Vec<Weak<Inner>>> {
-    static POOLS: PerProcess<Mutex<Vec<Weak<Inner>>>> = PerProcess::new();
-    let mut pools = POOLS.get().lock().unwrap_or_else(PoisonError::into_inner);
+    per_process! { static POOLS: Mutex<Vec<Weak<Inner>>>; }
+    let mut pools = lock(POOLS.get());
     pools.retain(|pool| pool.strong_count() > 0);
     pools
 }

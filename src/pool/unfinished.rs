@@ -1,10 +1,10 @@
 //! Closed pools that have something to give back later: device work may use it, or a driver has not forgotten it. Whoever
 //! uses a pool looks after them, too.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 use super::inner::Inner;
-use crate::fork::PerProcess;
+use super::sync::{Mutex, MutexGuard, lock, per_process};
 
 impl Inner {
     /// Has a closed pool looked after, if there is anything to do.
@@ -35,6 +35,6 @@ pub(super) fn make_statics() {
 }
 
 fn unfinished() -> MutexGuard<'static, Vec<Arc<Inner>>> {
-    static UNFINISHED: PerProcess<Mutex<Vec<Arc<Inner>>>> = PerProcess::new();
-    UNFINISHED.get().lock().unwrap_or_else(PoisonError::into_inner)
+    per_process! { static UNFINISHED: Mutex<Vec<Arc<Inner>>>; }
+    lock(UNFINISHED.get())
 }
