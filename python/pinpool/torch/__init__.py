@@ -1,4 +1,4 @@
-"""Pinned memory as torch tensors. Only this folder, beside the demo, imports torch."""
+"""Pinned memory as torch tensors. Only this folder, the demo and `pinpool.deepspeed` import torch."""
 
 from pinpool.torch._copies import copy_, to_device
 from pinpool.torch._fsdp import fsdp2_offload
