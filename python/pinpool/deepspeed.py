@@ -118,6 +118,8 @@ def _require_known(module: ModuleType) -> None:
     _require_uses(_part(module, "get_active_native_pinned_memory"), "get_native_pinned_memory")
     for name in ("pin_memory", "is_pinned", "unpin_memory"):
         _require_uses(_part(DeepSpeedAccelerator, name), "get_active_native_pinned_memory")
+    if hasattr(DeepSpeedAccelerator, "_pin_fresh"):
+        _require_uses(_part(DeepSpeedAccelerator, "_pin_fresh"), "get_active_native_pinned_memory")
     for name, method in inspect.getmembers(manager, callable):
         if not name.startswith("_"):
             _require_same_arguments(name, method)
@@ -272,8 +274,10 @@ class _Backend:
             raise ValueError(f"{_REGISTER} is off, but the pool given to enable() registers what it hands out")
         _books.enter(buffer)
         if wants_device and not is_registered:
-            answered_no = not buffer.register_with(accelerator, array)
+            answered_no = not buffer.register_with(accelerator)
             if answered_no and self._sources.turn_to_device_of(accelerator):
+                del array, tensor, buffer
+                source.wind_down()
                 return self._new(example, shape)
         tensor.ds_pinned = True  # type: ignore[attr-defined]
         tensor.ds_pin_base = buffer.base  # type: ignore[attr-defined]
@@ -426,8 +430,9 @@ class _Source:
 class _Buffer:
     """The memory of one tensor that DeepSpeed was given.
 
-    It owns nothing, as long as no accelerator has registered it: the tensors do. When the last of them goes, torch
-    lets go of their storage, which is what the weak reference is for, before the memory goes back to the pool.
+    It keeps the memory from everybody else until it was unregistered and unlocked, or the last tensor is gone, whatever
+    memory the tensors were given meanwhile. torch lets go of their storage, which is what the weak reference is for,
+    before it lets go of the memory.
     """
 
     def __init__(self, source: _Source, array: PinnedArray, tensor: torch.Tensor) -> None:
@@ -435,26 +440,25 @@ class _Buffer:
         self.registrar: _Accelerator | None = None
         self.handed_out = weakref.ref(tensor)
         self._storage = weakref.ref(tensor.untyped_storage(), self._end_with_storage)
-        self._keeper: PinnedArray | None = None
+        self._keeper: PinnedArray | None = array
         self._ended = False
-        self._lock = threading.Lock()
+        self._claim = threading.Lock()  # to end it, once; nobody waits for it
 
-    def register_with(self, accelerator: _Accelerator, array: PinnedArray) -> bool:
+    def register_with(self, accelerator: _Accelerator) -> bool:
         """Let an accelerator register the buffer. False: it says that it cannot. Its errors go to the log."""
         if not _registers(accelerator):
             self._warn_if_on_a_device(accelerator)
             return False
         try:
             _require_alignment(self.base, accelerator)
-            self._keeper = array  # whatever becomes of the tensors, the device must not keep memory of somebody else
+            self.registrar = accelerator  # from here on: an interrupt may come when the device has the memory already
             if accelerator.register_host_memory(self.base, self.nbytes):
-                self.registrar = accelerator
                 return True
         except Exception as error:
-            self._keeper = None
+            self.registrar = None
             _warn_once(f"pinpool: the accelerator did not register pinned memory, it is only locked: {error}")
             return True
-        self._keeper = None
+        self.registrar = None
         return False
 
     def _warn_if_on_a_device(self, accelerator: _Accelerator) -> None:
@@ -464,19 +468,24 @@ class _Buffer:
             _warn_once(f"pinpool: pinned memory is not registered with {device}, it is only locked: {why}")
 
     def let_go(self) -> bool:
-        """Unregister and unlock the memory. False: that was done before, or there is nobody who has it."""
-        storage = self._storage()  # as long as this is held, nobody else gets the memory
-        with self._lock:
-            if self._ended or (storage is None and self._keeper is None):
+        """Unregister and unlock the memory. False: that was done before, or somebody is at it."""
+        storage = self._storage()  # its end comes after this
+        if not self._claim.acquire(blocking=False):
+            return False
+        try:
+            if self._ended:
                 return False
             self._unregister()
             _pinpool.unpin((self.base, self.nbytes))
             self._end()
+        finally:
+            self._claim.release()
+            del storage
         return True
 
     def _end_with_storage(self, _: object) -> None:
         """Do what is left to do when the last tensor is gone; on any thread, in the middle of anything."""
-        if sys.is_finalizing() or not self._lock.acquire(blocking=False):
+        if sys.is_finalizing() or not self._claim.acquire(blocking=False):
             return  # the process ends, or `let_go` is at it
         try:
             if not self._ended:
@@ -486,7 +495,7 @@ class _Buffer:
         except Exception as error:
             _warn_once(f"pinpool: the accelerator did not unregister pinned memory, which is kept: {error}")
         finally:
-            self._lock.release()
+            self._claim.release()
 
     def disown(self) -> None:
         """Do nothing more: in a forked child, the memory and its registration are the parent's."""
@@ -535,7 +544,7 @@ class _Books:
         return None if isinstance(found, str) else self._live.get(found[0])
 
     def forget_parent(self) -> None:
-        for buffer in self._live.values():
+        for buffer in self.all():
             buffer.disown()
         self._live = {}
 

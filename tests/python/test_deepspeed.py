@@ -403,6 +403,32 @@ def test_a_registered_buffer_survives_that_its_storage_is_given_other_memory(nat
     assert native._ranges == {}
 
 
+def test_memory_that_a_tensor_has_left_is_not_unlocked_under_its_next_owner(native, accelerator):
+    left = accelerator.pin_empty(4 * MIB, dtype=torch.uint8)
+    base = left.data_ptr()
+    left.share_memory_()
+    others = [accelerator.pin_empty(4 * MIB, dtype=torch.uint8) for _ in range(2)]
+    assert base not in {other.data_ptr() for other in others}
+    assert accelerator.unpin_memory(others[0]) is True
+    del left
+    gc.collect()
+    assert accelerator.is_pinned(others[1])
+    assert list(native._ranges) == [others[1].data_ptr()]
+
+
+def test_unpinning_in_the_middle_of_unpinning_does_nothing(native, hooked):
+    pinned, inner = hooked.pin_memory(numbers()), []
+    unregister = hooked.unregister_host_memory
+
+    def unregister_and_unpin(address):
+        inner.append(hooked.unpin_memory(pinned))
+        unregister(address)
+
+    hooked.unregister_host_memory = unregister_and_unpin
+    assert hooked.unpin_memory(pinned) is True
+    assert inner == [False]
+
+
 def test_the_cuda_accelerator_is_asked_as_deepspeed_asks_it(monkeypatch, native):
     from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
 
@@ -955,8 +981,11 @@ def test_what_was_patched_again_is_not_restored_over(monkeypatch, theirs):
     assert pinpool.deepspeed._patch.active is None
 
 
-def test_threads_enable_and_disable_at_once(theirs):
+def test_threads_enable_and_disable_at_once(theirs, request):
     before, failures = state(theirs), []
+    interval = sys.getswitchinterval()
+    request.addfinalizer(lambda: sys.setswitchinterval(interval))
+    sys.setswitchinterval(1e-6)
 
     def flip():
         try:
