@@ -164,6 +164,25 @@ fn a_default_stream_is_that_of_the_device_it_is_said_to_be_of() {
 }
 
 #[test]
+fn a_device_that_nobody_uses_has_no_streams_and_gets_no_context() {
+    alone("a_device_that_nobody_uses_has_no_streams_and_gets_no_context", || {
+        let scene = Scene::new();
+        for ordinal in [1, 7] {
+            let block = scene.take();
+            let start = address(&block);
+            let refusal =
+                record_stream(&range(&block), Stream { handle: 0, ordinal: Some(ordinal) }).expect_err("unused");
+            assert!(refusal.to_string().contains(&format!("cuda:{ordinal} is not in use")), "{refusal}");
+            drop(block);
+            scene.pool.trim().expect("nothing is refused");
+            assert_eq!(stats(&scene.pool).quarantined_bytes, 0, "nothing was queued, so nothing is lost: {start:#x}");
+        }
+        assert_eq!((scene.fake.contexts_made(1), scene.fake.retained(1)), (0, 0));
+        scene.end(&[]);
+    });
+}
+
+#[test]
 fn a_default_stream_without_a_context_is_that_of_the_pools_device() {
     alone("a_default_stream_without_a_context_is_that_of_the_pools_device", || {
         let scene = Scene::new();

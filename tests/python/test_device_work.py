@@ -1005,6 +1005,39 @@ def test_torch_without_work_on_a_device_has_no_stream(pool):
     assert not torch.cuda.is_initialized()
 
 
+@pytest.mark.parametrize("is_used", [True, False])
+def test_a_pool_of_a_driver_without_such_streams_follows_torchs_current_work(run_with_driver, fake_level_zero, is_used):
+    run_with_driver(
+        f"""
+        class Work:
+            done = False
+            query = lambda self: self.done
+
+        work, asked = Work(), []
+        streams = types.ModuleType("pinpool.torch._streams")
+        streams.is_used = lambda kind: {is_used}
+        streams.current_event = lambda kind: asked.append(kind) or work
+        stub = types.ModuleType("pinpool.torch")
+        stub._streams, stub.current_device, stub.extent = streams, lambda: None, lambda tensor: None
+        framework = types.ModuleType("torch")
+        framework.Tensor = type("Tensor", (), {{}})
+
+        pool = PinnedPool("xpu:0", max_bytes=MIB)
+        array = pool.empty(MIB)
+        sys.modules.update({{"torch": framework, "pinpool.torch": stub, "pinpool.torch._streams": streams}})
+        pool.record_stream(array)
+        array.release()
+        assert pool.stats()["pending_bytes"] == (MIB if {is_used} else 0) and asked == ["xpu"] * {is_used}
+        work.done = True
+        assert pool.empty(MIB).nbytes == MIB
+        """,
+        f"FakeLevelZero({str(fake_level_zero)!r})",
+        before="import types\n",
+        ZE_ENABLE_ALT_DRIVERS=fake_level_zero,
+        FAKE_LEVEL_ZERO="devices=1",
+    )
+
+
 def test_a_pool_whose_driver_has_no_such_streams_says_what_to_do_instead(run_with_driver, fake_level_zero):
     run_with_driver(
         """
