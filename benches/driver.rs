@@ -1,5 +1,6 @@
 //! What pinpool adds to the driver's own calls: a range is registered and unregistered, by the bare calls of the fake
-//! driver and through pinpool. The difference is the bookkeeping.
+//! driver and through pinpool; and what a block in flight costs, beside one that is not. The difference is the
+//! bookkeeping.
 #![allow(unsafe_code)] // adopting means to vouch for the memory
 
 #[path = "../tests/common/driver.rs"]
@@ -15,6 +16,8 @@ use driver::Fake;
 use pinpool::driver::engine::{Cut, Registrations};
 use pinpool::driver::{Device, Registering, Request};
 use pinpool::pinned::Adopted;
+use pinpool::pool::find;
+use pinpool::{Block, Pool, PoolOptions};
 
 const LEN: usize = 64 << 10;
 
@@ -104,5 +107,36 @@ fn registered(devices: &[Arc<dyn Device>], request: &Request) -> Registrations {
     Registrations::make(devices, request, Cut::Pieces, &mut go_on).expect("the fake takes it")
 }
 
-criterion_group!(benches, register);
+/// A block is taken, copied from, dropped; the copy ends.
+fn in_flight(criterion: &mut Criterion) {
+    let mut group = criterion.benchmark_group("take, copy and return 64 KiB");
+    group.sample_size(50).warm_up_time(Duration::from_millis(300)).measurement_time(Duration::from_secs(2));
+    let fake = Fake::new(1);
+    fake.set("check_maps", 0);
+    let options = PoolOptions { max_bytes: Some(1 << 30), devices: fake.devices(1), ..PoolOptions::default() };
+    let pool = Pool::new(options).expect("a pool of nothing yet");
+    let context = fake.enter_context(0);
+    let (stream, stuck) = (fake.stream_create(context), fake.stream_create(context));
+    group.bench_function("not recorded", |bencher| bencher.iter(|| drop(pool.take(black_box(LEN)).expect("room"))));
+    let lap = || {
+        drop(recorded(&pool, stream));
+        fake.advance(stream, 1);
+    };
+    group.bench_function("recorded", |bencher| bencher.iter(lap));
+    for _ in 0..1000 {
+        drop(recorded(&pool, stuck));
+    }
+    group.bench_function("recorded, beside 1,000 blocks that wait for another stream", |bencher| bencher.iter(lap));
+    fake.advance_all();
+    group.finish();
+}
+
+fn recorded(pool: &Pool, stream: usize) -> Block {
+    let block = pool.take(black_box(LEN)).expect("room");
+    let start = block.as_ptr() as usize;
+    find(&(start..start + LEN)).and_then(|found| found.record_stream(stream.into())).expect("a stream of the fake's");
+    block
+}
+
+criterion_group!(benches, register, in_flight);
 criterion_main!(benches);
