@@ -10,25 +10,13 @@ use common::books::{Books, device_pool};
 use common::driver::{EVENT_CALLS, Fake};
 use common::maps::is_locked;
 use common::process::{alone, in_forked_child};
-use common::{KIB, MIB, Random, address, page};
+use common::{KIB, MIB, Random, address, defer, page, record_stream, stats};
 use pinpool::driver::{Event, Stream};
-use pinpool::pool::{find, unpin};
-use pinpool::{Block, Error, Pool, Stats};
+use pinpool::pool::unpin;
+use pinpool::{Block, Error, Pool};
 
 const INVALID_HANDLE: u32 = 400;
 const LAUNCH_FAILED: u32 = 719;
-
-fn defer(range: &Range<usize>, event: Arc<dyn Event>) -> pinpool::Result<()> {
-    find(range)?.defer(event)
-}
-
-fn record_stream(range: &Range<usize>, stream: impl Into<Stream>) -> pinpool::Result<()> {
-    find(range)?.record_stream(stream.into())
-}
-
-fn stats(pool: &Pool) -> Stats {
-    pool.stats().expect("the pool is ours")
-}
 
 fn range(block: &Block) -> Range<usize> {
     address(block)..address(block) + block.len()

@@ -12,12 +12,12 @@ use common::driver::Fake;
 use common::maps::{is_locked, is_mapped, is_unlocked, is_unmapped, locked_bytes};
 use common::process::alone;
 use common::seccomp::{Rule, refused};
-use common::{MIB, address, go_on, is_pinned, os_answer, page, pinned_ranges, region_of};
+use common::{MIB, address, go_on, is_pinned, os_answer, page, pinned_ranges, region_of, stats};
 use pinpool::driver::{Device, DeviceId, Ending, Method, Registering, Request, Sizes};
 use pinpool::pinned::{Pinned, leaked_bytes};
 use pinpool::pool::unpin;
 use pinpool::registry::shared::is_registered;
-use pinpool::{Block, Error, Pages, Pool, Result, Stats};
+use pinpool::{Block, Error, Pages, Result};
 
 const BUDGET: usize = 32 * MIB;
 /// Large enough for a region of its own.
@@ -25,10 +25,6 @@ const LARGE: usize = 4 * MIB;
 
 fn range(block: &Block) -> Range<usize> {
     address(block)..address(block) + block.capacity()
-}
-
-fn stats(pool: &Pool) -> Stats {
-    pool.stats().expect("the pool is ours")
 }
 
 /// A device of the fake's under another vendor's name: CUDA's own registrations serve all CUDA devices at once.

@@ -10,13 +10,13 @@ use std::time::Duration;
 use common::books::{adopt_for, device_options, device_pool, says};
 use common::maps::{Memory, is_locked, is_unlocked, is_unmapped, locked_bytes};
 use common::process::alone;
-use common::{GIB, MIB, address, go_on, is_pinned, page, pinned_ranges, region_of};
+use common::{GIB, MIB, address, go_on, is_pinned, page, pinned_ranges, region_of, stats};
 use pinpool::driver::engine::{Cut, Registrations};
 use pinpool::driver::{Device, DeviceId, Ending, Method, Registering, Request, Sizes};
 use pinpool::pinned::{Adopted, Pinned, Released, leaked_bytes};
 use pinpool::pool::unpin_within;
 use pinpool::registry::shared::is_registered;
-use pinpool::{Error, Pages, Pool, Result, Stats};
+use pinpool::{Error, Pages, Pool, Result};
 
 /// What a device was asked for: a start and a length, behind `+` to register and `-` to unregister.
 type Log = Arc<Mutex<Vec<(char, &'static str, usize, usize)>>>;
@@ -123,10 +123,6 @@ fn devices(made: &[&Arc<Made>]) -> Vec<Arc<dyn Device>> {
 
 fn taken(log: &Log) -> Vec<(char, &'static str, usize, usize)> {
     std::mem::take(&mut *log.lock().expect("no panic"))
-}
-
-fn stats(pool: &Pool) -> Stats {
-    pool.stats().expect("the pool is ours")
 }
 
 const REQUEST: Request = Request { address: 1 << 46, len: 64 * MIB, read_only: false };

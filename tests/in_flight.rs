@@ -9,10 +9,10 @@ use std::thread;
 
 use common::maps::{is_locked, locked_bytes};
 use common::process::alone;
-use common::{MIB, address, go_on, page, pinned_ranges, pool};
-use pinpool::driver::{Event, Place, Stream};
+use common::{MIB, address, defer, go_on, page, pinned_ranges, pool, record_stream, stats};
+use pinpool::driver::{Event, Place};
 use pinpool::pool::{find, unpin};
-use pinpool::{Block, Error, Pool, Stats};
+use pinpool::{Block, Error, Pool};
 
 const DONE: u8 = 1;
 const FAILED: u8 = 2;
@@ -55,18 +55,6 @@ impl Event for Work {
     fn place(&self) -> Option<Place> {
         self.place
     }
-}
-
-fn defer(range: &Range<usize>, event: Arc<dyn Event>) -> pinpool::Result<()> {
-    find(range)?.defer(event)
-}
-
-fn record_stream(range: &Range<usize>, stream: impl Into<Stream>) -> pinpool::Result<()> {
-    find(range)?.record_stream(stream.into())
-}
-
-fn stats(pool: &Pool) -> Stats {
-    pool.stats().expect("the pool is ours")
 }
 
 fn range(block: &Block) -> Range<usize> {

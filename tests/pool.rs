@@ -4,13 +4,9 @@ mod common;
 
 use common::maps::{is_locked, is_mapped, is_unlocked, locked_bytes};
 use common::process::alone;
-use common::{GIB, KIB, MIB, address, go_on, is_pinned, page, pinned_ranges, pool, room, unlocked_pool};
-use pinpool::{Block, Error, Pool, PoolOptions, Stats};
+use common::{GIB, KIB, MIB, address, go_on, is_pinned, page, pinned_ranges, pool, room, stats, unlocked_pool};
+use pinpool::{Block, Error, Pool, PoolOptions};
 use proptest::prelude::*;
-
-fn stats(pool: &Pool) -> Stats {
-    pool.stats().expect("the pool is ours")
-}
 
 fn take(pool: &Pool, len: usize) -> Block {
     pool.take(len).expect("room in the budget")

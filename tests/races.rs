@@ -11,19 +11,15 @@ use std::time::Duration;
 use common::maps::{Memory, is_locked, locked_bytes, page_is_locked};
 use common::process::alone;
 use common::seccomp::{Rule, paused};
-use common::{MIB, address, is_pinned, page, pinned_ranges, pool, try_adopt};
+use common::{MIB, address, is_pinned, page, pinned_ranges, pool, stats, try_adopt};
+use pinpool::Error;
 use pinpool::pinned::Adopted;
 use pinpool::pool::unpin;
 use pinpool::registry::shared;
-use pinpool::{Error, Pool, Stats};
 
 fn adopt(start: usize, len: usize) -> Adopted {
     // SAFETY: the tests keep what they lend for longer than the adoption.
     unsafe { try_adopt(start, len) }.expect("memory of our own")
-}
-
-fn stats(pool: &Pool) -> Stats {
-    pool.stats().expect("the pool is ours")
 }
 
 /// Rules that stop at each call that makes or ends a region of this length.

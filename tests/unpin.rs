@@ -8,13 +8,9 @@ use std::ops::Range;
 use common::maps::{Memory, is_locked, is_unlocked, locked_bytes};
 use common::process::alone;
 use common::seccomp::{Rule, refused};
-use common::{MIB, address, is_pinned, os_answer, page, pinned_ranges, pool, try_adopt};
+use common::{MIB, address, is_pinned, os_answer, page, pinned_ranges, pool, stats, try_adopt};
 use pinpool::pool::unpin;
-use pinpool::{Block, Error, Pool, Stats};
-
-fn stats(pool: &Pool) -> Stats {
-    pool.stats().expect("the pool is ours")
-}
+use pinpool::{Block, Error};
 
 fn range(block: &Block) -> Range<usize> {
     address(block)..address(block) + block.capacity()

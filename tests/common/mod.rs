@@ -9,12 +9,13 @@ pub(crate) mod maps;
 pub(crate) mod process;
 pub(crate) mod seccomp;
 
-use std::ops::ControlFlow;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::ops::{ControlFlow, Range};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use pinpool::driver::Registering;
+use pinpool::driver::{Event, Registering, Stream};
 use pinpool::pinned::{Adopted, Pinned};
-use pinpool::{Block, Error, Pages, Pool, PoolOptions, RegionOptions};
+use pinpool::pool::find;
+use pinpool::{Block, Error, Pages, Pool, PoolOptions, RegionOptions, Stats};
 
 pub(crate) const KIB: usize = 1 << 10;
 pub(crate) const MIB: usize = 1 << 20;
@@ -75,6 +76,21 @@ pub(crate) fn address(block: &Block) -> usize {
 /// Whether the registry calls all bytes that were asked for pinned.
 pub(crate) fn is_pinned(block: &Block) -> bool {
     pinpool::registry::shared::is_pinned(address(block), block.len())
+}
+
+/// Keeps the block that holds a range from reuse until an event is done.
+pub(crate) fn defer(range: &Range<usize>, event: Arc<dyn Event>) -> pinpool::Result<()> {
+    find(range)?.defer(event)
+}
+
+/// The same until the work is done that a stream was given.
+pub(crate) fn record_stream(range: &Range<usize>, stream: impl Into<Stream>) -> pinpool::Result<()> {
+    find(range)?.record_stream(stream.into())
+}
+
+/// What a pool of this process holds.
+pub(crate) fn stats(pool: &Pool) -> Stats {
+    pool.stats().expect("the pool is ours")
 }
 
 /// Entries in the registry of this process.

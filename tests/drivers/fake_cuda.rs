@@ -23,7 +23,7 @@ use std::io::{BufRead, BufReader};
 use std::ops::{Range, RangeInclusive};
 use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering::Relaxed};
 use std::sync::{Condvar, LazyLock, Mutex, MutexGuard, PoisonError};
-use std::{fs, process, ptr, thread, time};
+use std::{fs, process, ptr};
 
 /// `CUresult`.
 type Code = u32;
@@ -40,7 +40,6 @@ const OPTIONS: &[(&str, u64)] = &[
     ("budget_bytes", u64::MAX),     // of all host memory together, as on WSL
     ("max_bytes", (512 << 30) - 1), // of one registration
     ("check_maps", 1),              // ask the kernel whether memory is mapped; 0 where time is measured
-    ("slow_us", 0),                 // what a registration takes
     ("destroyed_code", 709),        // to unregister what a context took with it
     // Of each device, or of one: "ats@1".
     ("total_memory", 141 << 30),
@@ -300,10 +299,6 @@ fn call(symbol: &'static str, when: When, body: impl FnOnce(&mut Driver) -> Answ
             driver.note("called in a forked child");
         }
         return NOT_INITIALIZED;
-    }
-    if symbol == "cuMemHostRegister_v2" {
-        let pause = lock().option("slow_us");
-        thread::sleep(time::Duration::from_micros(pause));
     }
     let mut driver = lock();
     driver.waiting += 1;
