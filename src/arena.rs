@@ -1,4 +1,5 @@
-//! Free space inside the pool's shared regions: best fit, cut and coalesced at the caller's granularity. Pure.
+//! Free space inside the pool's shared regions, or inside a swap file: best fit, cut and coalesced at the caller's
+//! granularity. Pure.
 //!
 //! A *span* is one region's address range. A cut never crosses the end of its span, even where two regions happen to
 //! be neighbours in the address space, because the driver may know them as two registrations. All costs are
@@ -57,7 +58,37 @@ impl Arena {
         Some(start)
     }
 
-    /// Gives back what [`take`](Self::take) cut, and joins it with its free neighbours of the same span.
+    /// Cuts a given range. False: it is not all free, or crosses the end of a span.
+    pub(crate) fn take_at(&mut self, start: usize, len: usize) -> bool {
+        let Some((&piece, &piece_len)) = self.free.range(..=start).next_back() else { return false };
+        let (end, piece_end) = (start + len, piece + piece_len);
+        if end > piece_end {
+            return false;
+        }
+        self.remove_free(piece, piece_len);
+        if piece < start {
+            self.insert_free(piece, start - piece);
+        }
+        if end < piece_end {
+            self.insert_free(end, piece_end - end);
+        }
+        let (span_start, span) = self.span_of(start);
+        span.free -= len;
+        self.idle.remove(&span_start);
+        true
+    }
+
+    /// The length of the longest free piece.
+    pub(crate) fn longest(&self) -> usize {
+        self.free_by_len.last().map_or(0, |&(len, _)| len)
+    }
+
+    /// Every free piece: start and length, from the lowest on.
+    pub(crate) fn free_pieces(&self) -> impl Iterator<Item = (usize, usize)> {
+        self.free.iter().map(|(&start, &len)| (start, len))
+    }
+
+    /// Gives back what [`take`](Self::take) or [`take_at`](Self::take_at) cut, and joins it with its free neighbours of the same span.
     pub(crate) fn give(&mut self, start: usize, len: usize) {
         let (span_start, span) = self.span_of(start);
         span.free += len;
@@ -164,11 +195,20 @@ mod tests {
 
     proptest! {
         #[test]
-        fn agrees_with_the_model(operations in prop::collection::vec((0..4_u8, 1..24_usize, any::<prop::sample::Index>()), 1..120)) {
+        fn agrees_with_the_model(operations in prop::collection::vec((0..5_u8, 1..24_usize, any::<prop::sample::Index>()), 1..120)) {
             let (mut arena, mut model) = (Arena::default(), Model::default());
             let mut next_span = 0;
             for (operation, len, which) in operations {
                 match operation {
+                    3 if next_span > 0 => {
+                        let start = which.index(next_span);
+                        let same_span = |&(first, length): &(usize, usize)| first <= start && start + len <= first + length;
+                        let free = model.spans.iter().any(same_span) && (start..start + len).all(|byte| model.is_free(byte));
+                        prop_assert_eq!(arena.take_at(start, len), free);
+                        if free {
+                            model.cuts.push((start, len));
+                        }
+                    }
                     0 => {
                         arena.add_span(next_span, len);
                         model.spans.push((next_span, len));
@@ -195,6 +235,8 @@ mod tests {
                         }
                     }
                 }
+                prop_assert_eq!(arena.longest(), model.runs().into_iter().max().unwrap_or(0));
+                prop_assert!(arena.free_pieces().map(|piece| (piece.1, piece.0)).collect::<BTreeSet<_>>() == arena.free_by_len);
                 let mut pieces: Vec<usize> = arena.free_by_len.iter().map(|piece| piece.0).collect();
                 let mut runs = model.runs();
                 pieces.sort_unstable();

@@ -1,5 +1,6 @@
 //! The one error type: each variant keeps what failed, with its numbers, and its text ends with what helps.
 
+use std::path::PathBuf;
 use std::time::Duration;
 use std::{fmt, io};
 
@@ -116,6 +117,41 @@ pub enum Error {
     },
     /// Somebody wrote to a block after its last owner had let it go (found in debug mode).
     WrittenAfterRelease(Box<Overwritten>),
+    /// The operating system refused a call on a file of a swap store.
+    Storage {
+        /// What was to be done.
+        call: &'static str,
+        /// The file.
+        file: PathBuf,
+        /// Where in it, and how many bytes from there on; nothing for what concerns the file as such.
+        place: Option<(u64, usize)>,
+        /// The system's error number.
+        code: i32,
+        /// What would help, where that is known.
+        help: String,
+    },
+    /// A file of a swap store does not hold what was written to it.
+    Damaged {
+        /// The file.
+        file: PathBuf,
+        /// Where in it.
+        offset: u64,
+        /// Bytes from there on.
+        bytes: usize,
+        /// What is wrong, and with which entry.
+        what: String,
+    },
+    /// A swap store holds nothing under this key.
+    UnknownKey {
+        /// The key.
+        key: Box<str>,
+        /// The store's directory.
+        store: PathBuf,
+    },
+    /// The swapper was closed.
+    SwapperClosed,
+    /// The swapper belongs to the process that this one was forked from.
+    SwapperForked,
     /// The pool was closed.
     Closed,
     /// The pool belongs to the process that this one was forked from.
@@ -241,6 +277,25 @@ impl fmt::Display for Error {
                  the block is never reused; keep its tensor alive as long as the graph"
             ),
             Self::WrittenAfterRelease(found) => write!(f, "{found}"),
+            Self::Storage { call, file, place, code, help } => {
+                write!(f, "{call}")?;
+                if let Some((offset, bytes)) = place {
+                    write!(f, " of {bytes} bytes at {offset}")?;
+                }
+                let separator = if help.is_empty() { "" } else { "; " };
+                let source = io::Error::from_raw_os_error(*code);
+                write!(f, " of {} failed: {source}{separator}{help}", file.display())
+            }
+            Self::Damaged { file, offset, bytes, what } => {
+                write!(f, "{} is damaged at {offset}+{bytes}: {what}", file.display())
+            }
+            Self::UnknownKey { key, store } => write!(f, "nothing is stored as {key:?} in {}", store.display()),
+            Self::SwapperClosed => write!(f, "the swapper is closed; open the store again with a new Swapper"),
+            Self::SwapperForked => write!(
+                f,
+                "this swapper belongs to the parent process, which has its store locked; open another store in the \
+                 child, or start workers with the spawn method"
+            ),
             Self::Closed => write!(f, "the pool is closed; make a new PinnedPool"),
             Self::Forked => write!(
                 f,

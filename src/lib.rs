@@ -7,7 +7,8 @@
 //! | [`doctor`] | what stands in the way of a large pin here, and what helps |
 //! | [`dlpack`] | the C structs of DLPack, and managed tensors that own a block |
 //! | [`pool`], [`Block`] | reuse, budget, waiting, statistics |
-//! | `arena` | free space in shared regions; pure |
+//! | [`swap`] | pool blocks to local storage and back, without a copy |
+//! | `arena` | free space in shared regions and in swap files; pure |
 //! | [`pinned`] | memory and registry together: teardown order, leak rule |
 //! | [`registry`] | the ranges that are pinned; pure |
 //! | [`driver`] | CUDA and Level Zero: devices and registrations |
@@ -34,6 +35,7 @@ pub mod pool;
 mod python;
 pub mod region;
 pub mod registry;
+pub mod swap;
 
 pub use block::Block;
 pub use error::{Error, Overwritten, Result};

@@ -1,10 +1,15 @@
 //! Every libc call of the crate, each with its pre- and postcondition, as an [`io::Result`].
 //!
-//! Ranges are whole pages of the caller's own mapping unless a function says otherwise. Nothing here keeps state but
+//! Ranges of memory are whole pages of the caller's own mapping unless a function says otherwise. Nothing here keeps state but
 //! the count of memory calls and the fork generation.
 #![allow(unsafe_code)] // the one file that talks to libc
 
+use std::ffi::CString;
+use std::fs::{File, OpenOptions};
 use std::io;
+use std::os::fd::{AsRawFd as _, FromRawFd as _, OwnedFd, RawFd};
+use std::os::unix::fs::OpenOptionsExt as _;
+use std::path::Path;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -137,6 +142,125 @@ pub(crate) fn memlock_limit() -> (usize, usize) {
     unsafe { libc::getrlimit(libc::RLIMIT_MEMLOCK, &raw mut limit) };
     let bytes = |value: libc::rlim_t| if value == libc::RLIM_INFINITY { usize::MAX } else { value as usize };
     (bytes(limit.rlim_cur), bytes(limit.rlim_max))
+}
+
+/// Opens a file to be read and written, and makes it where there is none. `direct`: past the page cache, so that memory,
+/// offsets and lengths must be aligned; where the file system has no such thing, the answer is EINVAL.
+pub(crate) fn open(path: &Path, direct: bool) -> io::Result<File> {
+    let flags = if direct { libc::O_DIRECT } else { 0 };
+    OpenOptions::new().read(true).write(true).create(true).truncate(false).custom_flags(flags).open(path)
+}
+
+/// What offsets and addresses must be multiples of in direct transfers, where the kernel tells (Linux 6.1). Zero: there
+/// are none for this file.
+pub(crate) fn direct_alignment(file: &File) -> Option<usize> {
+    // SAFETY: all zeros is a `statx` of nothing.
+    let mut answer: libc::statx = unsafe { std::mem::zeroed() };
+    let path = CString::default();
+    // SAFETY: the path is the empty one, which means the file itself, and the kernel fills the struct that we own.
+    let refused = unsafe {
+        libc::statx(file.as_raw_fd(), path.as_ptr(), libc::AT_EMPTY_PATH, libc::STATX_DIOALIGN, &raw mut answer)
+    };
+    let told = refused == 0 && answer.stx_mask & libc::STATX_DIOALIGN != 0;
+    told.then(|| answer.stx_dio_mem_align.max(answer.stx_dio_offset_align) as usize)
+}
+
+/// Reads from a file into memory, as far as one call goes; 0 at its end.
+///
+/// # Safety
+/// The `len` bytes from `address` on are mapped, and nobody reads or writes them meanwhile.
+pub(crate) unsafe fn read_at(file: RawFd, address: usize, len: usize, offset: u64) -> io::Result<usize> {
+    // SAFETY: the caller's promise.
+    transferred(unsafe { libc::pread(file, address as *mut libc::c_void, len, offset as libc::off_t) })
+}
+
+/// Writes memory to a file, as far as one call goes.
+///
+/// # Safety
+/// The `len` bytes from `address` on are mapped.
+pub(crate) unsafe fn write_at(file: RawFd, address: usize, len: usize, offset: u64) -> io::Result<usize> {
+    // SAFETY: the caller's promise.
+    transferred(unsafe { libc::pwrite(file, address as *const libc::c_void, len, offset as libc::off_t) })
+}
+
+fn transferred(bytes: isize) -> io::Result<usize> {
+    usize::try_from(bytes).map_err(|_| io::Error::last_os_error())
+}
+
+/// Reserves room on the disk for a part of a file, which grows to hold it.
+pub(crate) fn allocate(file: &File, offset: u64, len: u64) -> io::Result<()> {
+    // SAFETY: takes no pointer.
+    done(unsafe { libc::fallocate(file.as_raw_fd(), 0, offset as libc::off_t, len as libc::off_t) })
+}
+
+/// Gives the room of a part of a file back to the file system; it reads as zeros from then on.
+pub(crate) fn punch(file: &File, offset: u64, len: u64) -> io::Result<()> {
+    let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
+    // SAFETY: takes no pointer.
+    done(unsafe { libc::fallocate(file.as_raw_fd(), mode, offset as libc::off_t, len as libc::off_t) })
+}
+
+fn done(result: libc::c_int) -> io::Result<()> {
+    if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+/// How long a file that this process writes may get: beyond it the kernel sends a signal that ends the process.
+pub(crate) fn file_size_limit() -> u64 {
+    let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+    // SAFETY: the kernel fills the struct that we own.
+    unsafe { libc::getrlimit(libc::RLIMIT_FSIZE, &raw mut limit) };
+    limit.rlim_cur // RLIM_INFINITY is the largest number
+}
+
+/// The error of a disk without room.
+pub(crate) const FULL: i32 = libc::ENOSPC;
+/// The error of a file that would get longer than it may.
+pub(crate) const TOO_LARGE: i32 = libc::EFBIG;
+/// The error of something that another has locked.
+pub(crate) const IN_USE: i32 = libc::EWOULDBLOCK;
+/// The error of an argument that the kernel cannot take.
+pub(crate) const INVALID: i32 = libc::EINVAL;
+/// The error of a call that a file system does not have.
+pub(crate) const NOT_SUPPORTED: i32 = libc::EOPNOTSUPP;
+/// The error of a disk.
+pub(crate) const DISK_ERROR: i32 = libc::EIO;
+/// The error of a ring whose answers are to be taken first.
+pub(crate) const BUSY: i32 = libc::EBUSY;
+/// The error of a call that is to be made again.
+pub(crate) const TRY_AGAIN: i32 = libc::EAGAIN;
+
+/// A counter that becomes readable when it is notified, for whoever waits for several things at once.
+#[derive(Debug)]
+pub(crate) struct EventFd(OwnedFd);
+
+impl EventFd {
+    pub(crate) fn new() -> io::Result<Self> {
+        // SAFETY: takes no pointer.
+        let fd = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK) };
+        if fd < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        // SAFETY: a new descriptor, owned by nobody else.
+        Ok(Self(unsafe { OwnedFd::from_raw_fd(fd) }))
+    }
+
+    /// Makes it readable. A counter that is full is readable already.
+    pub(crate) fn notify(&self) {
+        let one = 1_u64;
+        // SAFETY: eight bytes that we own.
+        unsafe { libc::write(self.0.as_raw_fd(), (&raw const one).cast(), size_of::<u64>()) };
+    }
+
+    /// Takes all notices, so that it is not readable any more.
+    pub(crate) fn drain(&self) {
+        let mut count = 0_u64;
+        // SAFETY: eight bytes that we own.
+        unsafe { libc::read(self.0.as_raw_fd(), (&raw mut count).cast(), size_of::<u64>()) };
+    }
+
+    pub(crate) fn raw(&self) -> RawFd {
+        self.0.as_raw_fd()
+    }
 }
 
 /// How many forks lie between the first process that asked and this one. Costs one load.

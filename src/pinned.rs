@@ -1,14 +1,14 @@
 //! Where memory, drivers and registry meet: memory of our own, and memory that the caller lends.
 //!
-//! This file owns the teardown order (out of the registry first, so that nobody finds the range any more; then
-//! unregister in reverse; then unlock; then unmap) and the leak rule: what a driver may still map, or the system will
+//! This file owns the teardown order (out of the registry first, so that nobody finds the range any more; then those
+//! who hold its pages let go, then unregister in reverse; then unlock; then unmap) and the leak rule: what a driver may still map, or the system will
 //! not take back, stays as it is and stays counted.
 #![allow(unsafe_code)] // adopting means to believe the caller about memory that is not ours
 
 use std::io;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use crate::driver::engine::{Cut, Refused, Registrations};
 use crate::driver::{DeviceId, Registering, Request};
@@ -237,6 +237,9 @@ impl Pinned {
         if let Some(key) = self.key.take() {
             global().change(|registry| registry.forget(address..address + len, key));
         }
+        for holder in holders() {
+            holder.let_go(&(address..address + len));
+        }
         if let Err(error) = self.registrations.end() {
             abandon(len, Arc::clone(&self.registrations));
             std::mem::forget(region);
@@ -259,6 +262,27 @@ impl Drop for Pinned {
             std::mem::forget(region);
         }
     }
+}
+
+/// Who keeps pages of regions for uses of its own, beside the drivers: a ring with fixed buffers.
+///
+/// It holds a page only while some block of the region is live or pending, or idle: never beyond the region.
+pub(crate) trait Holder: Send + Sync + std::fmt::Debug {
+    /// A region is about to go: lets go of its pages before this returns. Nobody uses them any more.
+    fn let_go(&self, range: &Range<usize>);
+}
+
+static HOLDERS: PerProcess<Mutex<Vec<Weak<dyn Holder>>>> = PerProcess::new();
+
+/// From now on, as long as it lives, a holder is told of regions that are about to go.
+pub(crate) fn add_holder(holder: Weak<dyn Holder>) {
+    HOLDERS.get().lock().unwrap_or_else(PoisonError::into_inner).push(holder);
+}
+
+fn holders() -> Vec<Arc<dyn Holder>> {
+    let mut holders = HOLDERS.get().lock().unwrap_or_else(PoisonError::into_inner);
+    holders.retain(|holder| holder.strong_count() > 0);
+    holders.iter().filter_map(Weak::upgrade).collect()
 }
 
 /// The refusal of a driver, when others have let go of the range already.
@@ -509,6 +533,7 @@ static ABANDONED: PerProcess<Mutex<Vec<Arc<Registrations>>>> = PerProcess::new()
 
 pub(crate) fn make_statics() {
     ABANDONED.get();
+    HOLDERS.get();
 }
 
 /// Counts memory that cannot be given back, and keeps alive what its registrations need.

@@ -33,6 +33,7 @@ mod unfinished;
 
 use std::collections::BTreeMap;
 use std::ops::{ControlFlow, Range};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
@@ -194,6 +195,7 @@ impl Pool {
     }
 
     fn hand_out(&self, slot: Slot, len: usize) -> Result<Block> {
+        slot.record.note_requested(len);
         let checked = if self.inner.ledger.is_some() { self.inner.begin_generation(&slot.record) } else { Ok(()) };
         let block = Block::new(slot, len); // goes back, if it was written to, and is kept from use
         checked.map(|()| block)
@@ -351,11 +353,54 @@ impl Found {
         self.record.follow(|| Ok(event))
     }
 
+    /// Keeps the block from reuse for as long as the hold lives, released or not.
+    ///
+    /// # Errors
+    /// `Invalid` where the block was released meanwhile.
+    pub(crate) fn hold(self) -> Result<Hold> {
+        let ended = Arc::new(Ended::default());
+        let event: Arc<dyn Event> = Arc::<Ended>::clone(&ended);
+        self.defer(Arc::clone(&event))?;
+        Ok(Hold { found: self, ended, event })
+    }
+
+    /// First byte of the block, and the end of what its owner asked for.
+    pub(crate) fn requested(&self) -> Range<usize> {
+        self.record.address..self.record.address + self.record.requested()
+    }
+
     /// The device that the calling thread works on, of those that the block is registered with or that such a registration
     /// serves, by kind and ordinal; else the first of its pool. `None`: the pool has no devices.
     pub fn device(&self) -> Option<(&'static str, u32)> {
         let first = self.pool.options.devices.first()?;
         Some((first.id().kind, first.current_ordinal().unwrap_or(first.id().ordinal)))
+    }
+}
+
+/// Keeps a block from reuse while it lives, whatever becomes of the block's owners: for work whose end its maker knows.
+#[derive(Debug)]
+pub(crate) struct Hold {
+    found: Found,
+    ended: Arc<Ended>,
+    event: Arc<dyn Event>,
+}
+
+/// The event of a hold.
+#[derive(Debug, Default)]
+struct Ended(AtomicBool);
+
+impl Event for Ended {
+    fn query(&self) -> std::result::Result<bool, String> {
+        Ok(self.0.load(Ordering::Acquire))
+    }
+}
+
+impl Drop for Hold {
+    fn drop(&mut self) {
+        self.ended.0.store(true, Ordering::Release);
+        if self.found.pool.check_process().is_ok() {
+            self.found.record.end_flight(&self.event);
+        }
     }
 }
 

@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use super::cache::Lease;
 use super::in_flight::{Asking, InFlight, Known};
-use super::sync::{AtomicU8, Mutex, MutexGuard, Ordering, lock};
+use super::sync::{AtomicU8, AtomicUsize, Mutex, MutexGuard, Ordering, lock};
 use crate::driver::{Event, Place};
 use crate::error::{Error, Result};
 
@@ -18,6 +18,8 @@ pub(super) struct Record {
     /// The block is all of its region.
     pub(super) own_region: bool,
     state: AtomicU8,
+    /// How much of it its owner asked for.
+    requested: AtomicUsize,
     /// Boxed: what every take and return touches is to be one line of the processor's cache.
     in_flight: Box<Mutex<InFlight>>,
 }
@@ -59,11 +61,22 @@ pub(super) enum Unpinning {
 
 impl Record {
     pub(super) fn new(address: usize, len: usize, own_region: bool) -> Self {
-        Self { address, len, own_region, state: AtomicU8::new(0), in_flight: Box::default() }
+        let (state, requested) = (AtomicU8::new(0), AtomicUsize::new(len));
+        Self { address, len, own_region, state, requested, in_flight: Box::default() }
     }
 
     pub(super) fn range(&self) -> Range<usize> {
         self.address..self.address + self.len
+    }
+
+    /// How much of it its owner asked for: what lies behind is nobody's.
+    pub(super) fn requested(&self) -> usize {
+        self.requested.load(Ordering::Relaxed)
+    }
+
+    /// Notes how much of the block the caller who takes it asked for.
+    pub(super) fn note_requested(&self, len: usize) {
+        self.requested.store(len, Ordering::Relaxed); // read by those to whom that caller shows the block
     }
 
     /// A caller takes the block.
@@ -171,6 +184,17 @@ impl Record {
         drop(in_flight);
         drop(dropped); // may run Python
         known
+    }
+
+    /// One event of the block is done, as whoever made it knows: nobody is asked.
+    pub(super) fn end_flight(&self, event: &Arc<dyn Event>) {
+        let mut in_flight = self.in_flight();
+        let (_, dropped) = in_flight.note(vec![(Arc::clone(event), Ok(true))]);
+        if in_flight.is_done() {
+            self.state.fetch_and(!IN_FLIGHT, Ordering::AcqRel);
+        }
+        drop(in_flight);
+        drop(dropped);
     }
 
     /// Where in what queue the block waits, if it waits in one.

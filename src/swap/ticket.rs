@@ -1,0 +1,261 @@
+//! One operation under way: what it does, the memory that it owns meanwhile, and whoever waits for its end.
+
+use std::ops::{ControlFlow, Range};
+use std::os::fd::RawFd;
+use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
+
+use super::lock;
+use super::space::UNIT;
+use crate::block::Block;
+use crate::error::{Error, Result};
+use crate::os::{self, EventFd};
+use crate::pool::{self, Hold};
+use crate::region::Progress;
+use crate::registry::shared::global;
+
+/// How an operation ended. Whoever asks gets the same.
+pub type Outcome = std::result::Result<(), Arc<Error>>;
+
+/// Memory of a pool's, which is kept from reuse for as long as this lives, by whatever owners it has.
+#[derive(Debug)]
+pub(super) struct Memory {
+    pub(super) address: usize,
+    pub(super) len: usize,
+    keep: Keep,
+}
+
+#[derive(Debug)]
+enum Keep {
+    Block(Arc<Block>),
+    #[allow(dead_code)] // held, never read
+    Hold(Hold),
+    Nothing,
+}
+
+impl Memory {
+    /// A whole block.
+    pub(super) fn of_block(block: Arc<Block>) -> Self {
+        Self { address: block.as_ptr() as usize, len: block.len(), keep: Keep::Block(block) }
+    }
+
+    /// A part of whatever block it is in, to be written from.
+    pub(super) fn source(range: Range<usize>) -> Result<Self> {
+        Self::find(range).map(|(memory, _)| memory)
+    }
+
+    /// A part of whatever block it is in, to be read into. The transfer is in whole units, and what lies behind the part
+    /// must not be anybody's.
+    pub(super) fn target(range: Range<usize>) -> Result<Self> {
+        let (memory, end_of_block) = Self::find(range.clone())?;
+        if !range.end.is_multiple_of(UNIT) && range.end != end_of_block {
+            let (start, len) = (range.start, range.end - range.start);
+            let why = format!(
+                "{start:#x}+{len} ends inside of a block, and not at a multiple of {UNIT} bytes: a direct read would \
+                 overwrite what lies behind it; read into a block of its own, or say copy=True"
+            );
+            return Err(Error::invalid("memory", why));
+        }
+        Ok(memory)
+    }
+
+    /// Finds the block, and tells the end of what its owner asked for.
+    fn find(range: Range<usize>) -> Result<(Self, usize)> {
+        let (address, len) = (range.start, range.end - range.start);
+        if len == 0 {
+            return Ok((Self { address, len, keep: Keep::Nothing }, range.end));
+        }
+        check_ours(&range)?;
+        if !address.is_multiple_of(UNIT) {
+            let why = format!(
+                "{address:#x}+{len} does not start at a multiple of {UNIT} bytes, as direct transfers must; write and \
+                 read whole blocks, or views that start so, or say copy=True"
+            );
+            return Err(Error::invalid("memory", why));
+        }
+        let found = pool::find(&range)?;
+        let end_of_block = found.requested().end;
+        Ok((Self { address, len, keep: Keep::Hold(found.hold()?) }, end_of_block))
+    }
+}
+
+/// Refuses memory that is no pool's: one look into the registry.
+fn check_ours(range: &Range<usize>) -> Result<()> {
+    let (address, len) = (range.start, range.end - range.start);
+    let found = global().read(|registry| registry.find(address).map(|found| found.adopted));
+    let whose = match found {
+        Some(false) => return Ok(()),
+        Some(true) => "is pinned by a Registration, and belongs to its caller",
+        None => "is in no pool",
+    };
+    let why = format!(
+        "{address:#x}+{len} {whose}: a transfer without a copy needs memory that is not freed before its end; use a \
+         tensor or an array of a PinnedPool, or say copy=True"
+    );
+    Err(Error::invalid("memory", why))
+}
+
+/// What an operation does with its key.
+#[derive(Debug)]
+pub(super) enum Action {
+    /// Stores the memory, and this label with it.
+    Write(Box<str>),
+    /// Fills the memory.
+    Read,
+    Delete,
+}
+
+/// One operation.
+#[derive(Debug)]
+pub(super) struct Operation {
+    pub(super) key: Arc<str>,
+    pub(super) action: Action,
+    pub(super) address: usize,
+    pub(super) len: usize,
+    keep: Mutex<Keep>,
+    outcome: OnceLock<Outcome>,
+    /// Readable once the operation is done, for those who wait for several things.
+    watchers: Mutex<Vec<Arc<EventFd>>>,
+    done: Condvar,
+}
+
+impl Operation {
+    pub(super) fn new(key: Arc<str>, action: Action, memory: Memory) -> Arc<Self> {
+        let Memory { address, len, keep } = memory;
+        let (keep, outcome) = (Mutex::new(keep), OnceLock::new());
+        Arc::new(Self { key, action, address, len, keep, outcome, watchers: Mutex::default(), done: Condvar::new() })
+    }
+
+    pub(super) fn delete(key: Arc<str>) -> Arc<Self> {
+        Self::new(key, Action::Delete, Memory { address: 0, len: 0, keep: Keep::Nothing })
+    }
+
+    /// The kernel is done with the memory: lets go of it, and tells everybody. A block that was read into stays for
+    /// [`Ticket::take_block`].
+    pub(super) fn end(&self, outcome: Outcome) {
+        let is_read = matches!(self.action, Action::Read) && outcome.is_ok();
+        let mut keep = lock(&self.keep);
+        let kept = if is_read && matches!(*keep, Keep::Block(_)) { Keep::Nothing } else { take(&mut keep) };
+        drop(keep);
+        drop(kept);
+        let _ = self.outcome.set(outcome);
+        let watchers = std::mem::take(&mut *lock(&self.watchers));
+        self.done.notify_all();
+        for watcher in watchers {
+            watcher.notify();
+        }
+    }
+}
+
+fn take(keep: &mut Keep) -> Keep {
+    std::mem::replace(keep, Keep::Nothing)
+}
+
+/// A write, a read or a deletion that was begun. It goes on when this is dropped.
+#[derive(Debug)]
+pub struct Ticket {
+    operation: Arc<Operation>,
+    fork_generation: u64,
+}
+
+impl Ticket {
+    pub(super) fn new(operation: Arc<Operation>) -> Self {
+        Self { operation, fork_generation: os::fork_generation() }
+    }
+
+    /// What the operation concerns.
+    pub fn key(&self) -> &str {
+        &self.operation.key
+    }
+
+    /// Whether it has ended, well or not.
+    pub fn is_done(&self) -> bool {
+        self.operation.outcome.get().is_some()
+    }
+
+    /// Waits for the end.
+    ///
+    /// # Errors
+    /// What kept the operation from being done.
+    pub fn wait(&self) -> Outcome {
+        loop {
+            if let Some(outcome) = self.wait_within(None, &mut |_, _| ControlFlow::Continue(())).map_err(Arc::new)? {
+                return outcome;
+            }
+        }
+    }
+
+    /// Waits for the end, up to `timeout` (`None`: for ever), and asks `progress` now and then, with no bytes. `None`: the
+    /// time is up, and the operation goes on.
+    ///
+    /// # Errors
+    /// `Interrupted` when `progress` says so, and the operation goes on; `SwapperForked` in a forked child.
+    pub fn wait_within(&self, timeout: Option<Duration>, progress: &mut Progress<'_>) -> Result<Option<Outcome>> {
+        const STEP: Duration = Duration::from_millis(50);
+        let Operation { outcome, watchers, done, .. } = &*self.operation;
+        let deadline = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
+        loop {
+            if let Some(outcome) = outcome.get() {
+                return Ok(Some(outcome.clone()));
+            }
+            self.check_process()?;
+            let left = deadline.map_or(STEP, |deadline| deadline.saturating_duration_since(Instant::now()));
+            if left.is_zero() {
+                return Ok(None);
+            }
+            let guard = lock(watchers);
+            if outcome.get().is_none() {
+                drop(done.wait_timeout(guard, left.min(STEP)).unwrap_or_else(PoisonError::into_inner));
+            }
+            if outcome.get().is_none() && progress(0, 0).is_break() {
+                return Err(Error::Interrupted);
+            }
+        }
+    }
+
+    /// A descriptor that is readable from the end on, for event loops. It is closed with what is returned.
+    ///
+    /// # Errors
+    /// `Os` where the process has no descriptor left; `SwapperForked` in a forked child.
+    pub fn watch(&self) -> Result<Watch> {
+        self.check_process()?;
+        let event = EventFd::new().map_err(|source| Error::Os { call: "eventfd", bytes: 0, source })?;
+        let event = Arc::new(event);
+        let mut watchers = lock(&self.operation.watchers);
+        if self.is_done() {
+            event.notify();
+        } else {
+            watchers.push(Arc::clone(&event));
+        }
+        drop(watchers);
+        Ok(Watch { event })
+    }
+
+    /// The block that was read into, once the read has ended well. The first to ask gets it.
+    pub fn take_block(&self) -> Option<Arc<Block>> {
+        if self.check_process().is_err() || !matches!(self.operation.outcome.get(), Some(Ok(()))) {
+            return None;
+        }
+        match take(&mut lock(&self.operation.keep)) {
+            Keep::Block(block) => Some(block),
+            Keep::Hold(_) | Keep::Nothing => None,
+        }
+    }
+
+    fn check_process(&self) -> Result<()> {
+        if self.fork_generation == os::fork_generation() { Ok(()) } else { Err(Error::SwapperForked) }
+    }
+}
+
+/// See [`Ticket::watch`].
+#[derive(Debug)]
+pub struct Watch {
+    event: Arc<EventFd>,
+}
+
+impl Watch {
+    /// The descriptor.
+    pub fn fd(&self) -> RawFd {
+        self.event.raw()
+    }
+}
