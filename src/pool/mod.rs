@@ -46,6 +46,7 @@ use crate::region::{Pages, Progress, RegionOptions};
 use crate::registry::shared::global;
 
 pub use debug::LiveBlock;
+use in_flight::Known;
 use inner::Inner;
 use record::Record;
 pub(crate) use record::Slot;
@@ -351,6 +352,29 @@ impl Found {
     /// `Invalid` where the block was released meanwhile.
     pub fn defer(&self, event: Arc<dyn Event>) -> Result<()> {
         self.record.follow(|| Ok(event))
+    }
+
+    /// Waits until all that was recorded of the block is done, device work and transfers alike. `progress` is asked now
+    /// and then, with no bytes.
+    ///
+    /// # Errors
+    /// `Invalid` where nobody will ever know; `Interrupted` when `progress` says so.
+    pub(crate) fn settle(&self, progress: &mut Progress<'_>) -> Result<()> {
+        const STEP: Duration = Duration::from_micros(200);
+        while self.record.is_in_flight() {
+            match self.record.look() {
+                Known::Done => break,
+                Known::Never(reason) => {
+                    let why = format!("nobody knows whether device work still uses it ({reason}); use another block");
+                    return Err(Error::invalid("memory", why));
+                }
+                Known::Busy => std::thread::sleep(STEP),
+            }
+            if progress(0, 0).is_break() {
+                return Err(Error::Interrupted);
+            }
+        }
+        Ok(())
     }
 
     /// Keeps the block from reuse for as long as the hold lives, released or not.

@@ -9,10 +9,11 @@ mod exchange;
 mod extent;
 mod pool;
 mod registration;
+mod swap;
 
 use std::ops::ControlFlow;
 
-use pyo3::exceptions::{PyOSError, PyRuntimeError, PyValueError};
+use pyo3::exceptions::{PyKeyError, PyOSError, PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 
 use crate::error::Error;
@@ -50,9 +51,18 @@ pyo3::create_exception!(
     "Debug mode: a block was written to after its release: attributes address, nbytes, offset, generation, origin."
 );
 
+pyo3::create_exception!(
+    pinpool,
+    StoreDamagedError,
+    PinpoolError,
+    "A file of a swap store does not hold what was written to it: attributes file, offset, nbytes."
+);
+
 // What the audit behind this looked at is in ARCHITECTURE.md, under Threads.
 #[pymodule(gil_used = false)]
 mod _pinpool {
+    #[pymodule_export]
+    use super::StoreDamagedError;
     #[pymodule_export]
     use super::WrittenAfterReleaseError;
     #[pymodule_export]
@@ -70,6 +80,8 @@ mod _pinpool {
     #[pymodule_export]
     use super::registration::{Registration, is_pinned, is_registered, register};
     #[pymodule_export]
+    use super::swap::{SwapOperation, SwapStore, SwapWatch, swap_misfit};
+    #[pymodule_export]
     use super::{DriverError, DriverUnavailableError, MemlockLimitError, OutOfPinnedMemoryError, PinpoolError};
     use pyo3::prelude::*;
 
@@ -82,17 +94,30 @@ mod _pinpool {
 
 impl From<Error> for PyErr {
     fn from(error: Error) -> Self {
+        (&error).into()
+    }
+}
+
+impl From<&Error> for PyErr {
+    fn from(error: &Error) -> Self {
         let text = error.to_string();
         match error {
             Error::Os { source, .. } => match source.raw_os_error() {
                 Some(errno) => PyOSError::new_err((errno, text)),
                 None => PyOSError::new_err(text),
             },
-            Error::MemlockLimit { wanted, locked, soft, hard } => with_numbers(
+            Error::Storage { code, .. } => PyOSError::new_err((*code, text)),
+            Error::Damaged { file, offset, bytes, .. } => with_attributes(StoreDamagedError::new_err(text), |value| {
+                value.setattr("file", file)?;
+                value.setattr("offset", offset)?;
+                value.setattr("nbytes", bytes)
+            }),
+            Error::UnknownKey { .. } => PyKeyError::new_err(text),
+            &Error::MemlockLimit { wanted, locked, soft, hard } => with_numbers(
                 MemlockLimitError::new_err(text),
                 &[("wanted", wanted), ("locked", locked), ("soft_limit", soft), ("hard_limit", hard)],
             ),
-            Error::OutOfPinnedMemory { wanted, limit, allocated, cached, pending, oldest, lost, .. } => {
+            &Error::OutOfPinnedMemory { wanted, limit, allocated, cached, pending, oldest, lost, .. } => {
                 let error = with_numbers(
                     OutOfPinnedMemoryError::new_err(text),
                     &[
@@ -113,7 +138,7 @@ impl From<Error> for PyErr {
                 value.setattr("generation", found.generation)?;
                 value.setattr("origin", found.origin.as_deref())
             }),
-            Error::DriverUnavailable { absent, .. } => {
+            &Error::DriverUnavailable { absent, .. } => {
                 with_attributes(DriverUnavailableError::new_err(text), |value| value.setattr("absent", absent))
             }
             Error::Driver { driver, call, code, code_name, device, bytes, .. } => {
@@ -121,16 +146,19 @@ impl From<Error> for PyErr {
                     value.setattr("driver", driver)?;
                     value.setattr("call", call)?;
                     value.setattr("code", code)?;
-                    value.setattr("code_name", &*code_name)?;
+                    value.setattr("code_name", &**code_name)?;
                     value.setattr("device", device.as_deref())?;
                     value.setattr("bytes", bytes)
                 })
             }
-            Error::Overlap { .. } | Error::Invalid { .. } | Error::Closed => PyValueError::new_err(text),
+            Error::Overlap { .. } | Error::Invalid { .. } | Error::Closed | Error::SwapperClosed => {
+                PyValueError::new_err(text)
+            }
             Error::Unsupported { .. }
             | Error::Lingering { .. }
             | Error::Captured { .. }
             | Error::Forked
+            | Error::SwapperForked
             | Error::Interrupted => PinpoolError::new_err(text),
         }
     }

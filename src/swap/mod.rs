@@ -41,7 +41,7 @@ use crate::region::Progress;
 use space::UNIT;
 use store::Store;
 use ticket::{Action, Memory, Operation};
-pub use ticket::{Outcome, Ticket, Watch};
+pub use ticket::{Outcome, Ticket, Watch, check_fit};
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
@@ -164,6 +164,10 @@ pub struct Stats {
     pub bytes_written: usize,
     /// Read so far, by reads that ended well.
     pub bytes_read: usize,
+    /// Copies that were made because memory could not be transferred as it is.
+    pub bounces: usize,
+    /// Bytes of them.
+    pub bounced_bytes: usize,
     /// How long writes were under way, at least one at a time.
     pub write_time: Duration,
     /// How long reads were.
@@ -234,17 +238,24 @@ impl Swapper {
     }
 
     /// The same from any part of a pool's block, found by its address, which starts at a multiple of 4096 bytes. The block
-    /// is not reused before the end, whatever becomes of its owners.
+    /// is not reused before the end, whatever becomes of its owners. Device work that was recorded of it, and transfers of
+    /// it that are under way, are waited for first: `progress` is asked meanwhile, with no bytes.
     ///
     /// # Errors
-    /// As [`write`](Self::write), and `Invalid` for memory that is no pool's or is not aligned.
+    /// As [`write`](Self::write), and `Invalid` for memory that is no pool's or is not aligned; `Interrupted`.
     ///
     /// # Safety
     /// Nobody writes to the memory before the end.
     #[allow(unsafe_code)] // passes the promise on to the caller
-    pub unsafe fn write_from(&self, key: &str, label: &str, range: Range<usize>) -> Result<Ticket> {
+    pub unsafe fn write_from(
+        &self,
+        key: &str,
+        label: &str,
+        range: Range<usize>,
+        progress: &mut Progress<'_>,
+    ) -> Result<Ticket> {
         self.check_process()?;
-        self.begin_write(key, label, Memory::source(range)?)
+        self.begin_write(key, label, Memory::source(range, progress)?)
     }
 
     fn begin_write(&self, key: &str, label: &str, memory: Memory) -> Result<Ticket> {
@@ -265,17 +276,17 @@ impl Swapper {
     }
 
     /// The same into any part of a pool's block, found by its address, which starts at a multiple of 4096 bytes, and ends
-    /// at one or at the end of the block.
+    /// at one or at the end of the block. It is waited for as in [`write_from`](Self::write_from).
     ///
     /// # Errors
-    /// As [`read`](Self::read), and `Invalid` for memory that is no pool's or is not aligned.
+    /// As [`read`](Self::read), and `Invalid` for memory that is no pool's or is not aligned; `Interrupted`.
     ///
     /// # Safety
     /// Nobody reads the memory, or writes to it, before the end.
     #[allow(unsafe_code)] // passes the promise on to the caller
-    pub unsafe fn read_into(&self, key: &str, range: Range<usize>) -> Result<Ticket> {
+    pub unsafe fn read_into(&self, key: &str, range: Range<usize>, progress: &mut Progress<'_>) -> Result<Ticket> {
         self.check_process()?;
-        self.begin_read(key, Memory::target(range)?)
+        self.begin_read(key, Memory::target(range, progress)?)
     }
 
     fn begin_read(&self, key: &str, memory: Memory) -> Result<Ticket> {
@@ -365,6 +376,11 @@ impl Swapper {
     /// Whether it was closed.
     pub fn is_closed(&self) -> bool {
         self.check_process().is_ok() && self.store.queue.is_closing()
+    }
+
+    /// Counts a copy that the caller has made because memory could not be transferred as it is.
+    pub fn count_bounce(&self, bytes: usize) {
+        self.store.count_bounce(bytes);
     }
 
     /// What it has done, and what its store holds.

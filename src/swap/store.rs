@@ -5,6 +5,7 @@ use std::fs::{File, TryLockError};
 use std::io;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
@@ -41,6 +42,8 @@ pub(super) struct Store {
     writes: Mutex<Meter>,
     reads: Mutex<Meter>,
     pub(super) fixed: OnceLock<Arc<FixedBuffers>>,
+    bounces: AtomicUsize,
+    bounced_bytes: AtomicUsize,
     block_bytes: usize,
     queue_depth: usize,
     max_bytes: Option<usize>,
@@ -129,6 +132,8 @@ impl Store {
             writes: Mutex::default(),
             reads: Mutex::default(),
             fixed: OnceLock::new(),
+            bounces: AtomicUsize::new(0),
+            bounced_bytes: AtomicUsize::new(0),
             block_bytes,
             queue_depth: if has_ring { queue_depth } else { threads::depth(queue_depth) },
             max_bytes,
@@ -442,6 +447,11 @@ impl Store {
         written.and(unlocked)
     }
 
+    pub(super) fn count_bounce(&self, bytes: usize) {
+        self.bounces.fetch_add(1, Ordering::Relaxed);
+        self.bounced_bytes.fetch_add(bytes, Ordering::Relaxed);
+    }
+
     pub(super) fn stats(&self) -> Stats {
         let (writes, reads) = (lock(&self.writes), lock(&self.reads));
         let (fixed_bytes, fixed_reason) = self.fixed.get().map_or((0, None), |fixed| fixed.stats());
@@ -459,6 +469,8 @@ impl Store {
             max_bytes: self.max_bytes,
             bytes_written: writes.bytes,
             bytes_read: reads.bytes,
+            bounces: self.bounces.load(Ordering::Relaxed),
+            bounced_bytes: self.bounced_bytes.load(Ordering::Relaxed),
             write_time: writes.busy(),
             read_time: reads.busy(),
             fixed_bytes,

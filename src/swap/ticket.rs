@@ -10,7 +10,7 @@ use super::space::UNIT;
 use crate::block::Block;
 use crate::error::{Error, Result};
 use crate::os::{self, EventFd};
-use crate::pool::{self, Hold};
+use crate::pool::{self, Found, Hold};
 use crate::region::Progress;
 use crate::registry::shared::global;
 
@@ -39,44 +39,69 @@ impl Memory {
         Self { address: block.as_ptr() as usize, len: block.len(), keep: Keep::Block(block) }
     }
 
-    /// A part of whatever block it is in, to be written from.
-    pub(super) fn source(range: Range<usize>) -> Result<Self> {
-        Self::find(range).map(|(memory, _)| memory)
+    /// A part of whatever block it is in, to be written from, once nothing else is under way on that block.
+    pub(super) fn source(range: Range<usize>, progress: &mut Progress<'_>) -> Result<Self> {
+        let Some(found) = find(&range)? else { return Ok(Self::nothing()) };
+        Self::hold(found, range, progress)
     }
 
-    /// A part of whatever block it is in, to be read into. The transfer is in whole units, and what lies behind the part
-    /// must not be anybody's.
-    pub(super) fn target(range: Range<usize>) -> Result<Self> {
-        let (memory, end_of_block) = Self::find(range.clone())?;
-        if !range.end.is_multiple_of(UNIT) && range.end != end_of_block {
-            let (start, len) = (range.start, range.end - range.start);
-            let why = format!(
-                "{start:#x}+{len} ends inside of a block, and not at a multiple of {UNIT} bytes: a direct read would \
-                 overwrite what lies behind it; read into a block of its own, or say copy=True"
-            );
-            return Err(Error::invalid("memory", why));
-        }
-        Ok(memory)
+    /// A part of whatever block it is in, to be read into, once nothing else is under way on that block.
+    pub(super) fn target(range: Range<usize>, progress: &mut Progress<'_>) -> Result<Self> {
+        let Some(found) = find(&range)? else { return Ok(Self::nothing()) };
+        check_tail(&range, &found)?;
+        Self::hold(found, range, progress)
     }
 
-    /// Finds the block, and tells the end of what its owner asked for.
-    fn find(range: Range<usize>) -> Result<(Self, usize)> {
+    /// No bytes.
+    pub(super) fn nothing() -> Self {
+        Self { address: 0, len: 0, keep: Keep::Nothing }
+    }
+
+    fn hold(found: Found, range: Range<usize>, progress: &mut Progress<'_>) -> Result<Self> {
+        found.settle(progress)?;
+        Ok(Self { address: range.start, len: range.end - range.start, keep: Keep::Hold(found.hold()?) })
+    }
+}
+
+/// Whether a range can be written from, or as a `target` read into, as it is.
+///
+/// # Errors
+/// `Invalid` with the reason why it cannot.
+pub fn check_fit(range: &Range<usize>, target: bool) -> Result<()> {
+    match find(range)? {
+        Some(found) if target => check_tail(range, &found),
+        _ => Ok(()),
+    }
+}
+
+/// The block that holds a range which direct transfers can start at; `None` for no bytes.
+fn find(range: &Range<usize>) -> Result<Option<Found>> {
+    if range.is_empty() {
+        return Ok(None);
+    }
+    check_ours(range)?;
+    if !range.start.is_multiple_of(UNIT) {
         let (address, len) = (range.start, range.end - range.start);
-        if len == 0 {
-            return Ok((Self { address, len, keep: Keep::Nothing }, range.end));
-        }
-        check_ours(&range)?;
-        if !address.is_multiple_of(UNIT) {
-            let why = format!(
-                "{address:#x}+{len} does not start at a multiple of {UNIT} bytes, as direct transfers must; write and \
-                 read whole blocks, or views that start so, or say copy=True"
-            );
-            return Err(Error::invalid("memory", why));
-        }
-        let found = pool::find(&range)?;
-        let end_of_block = found.requested().end;
-        Ok((Self { address, len, keep: Keep::Hold(found.hold()?) }, end_of_block))
+        let why = format!(
+            "{address:#x}+{len} does not start at a multiple of {UNIT} bytes, as direct transfers must; write and read \
+             whole blocks, or views that start so, or say copy=True"
+        );
+        return Err(Error::invalid("memory", why));
     }
+    pool::find(range).map(Some)
+}
+
+/// Refuses what a read would overrun: it fills whole units, so what lies behind must not be anybody's.
+fn check_tail(range: &Range<usize>, found: &Found) -> Result<()> {
+    if range.end.is_multiple_of(UNIT) || range.end == found.requested().end {
+        return Ok(());
+    }
+    let (start, len) = (range.start, range.end - range.start);
+    let why = format!(
+        "{start:#x}+{len} ends inside of a block, and not at a multiple of {UNIT} bytes: a direct read would overwrite \
+         what lies behind it; read into a block of its own, or say copy=True"
+    );
+    Err(Error::invalid("memory", why))
 }
 
 /// Refuses memory that is no pool's: one look into the registry.
@@ -127,7 +152,7 @@ impl Operation {
     }
 
     pub(super) fn delete(key: Arc<str>) -> Arc<Self> {
-        Self::new(key, Action::Delete, Memory { address: 0, len: 0, keep: Keep::Nothing })
+        Self::new(key, Action::Delete, Memory::nothing())
     }
 
     /// The kernel is done with the memory: lets go of it, and tells everybody. A block that was read into stays for

@@ -1,11 +1,12 @@
 """Pinned memory as torch tensors. Only this folder, the demo and `pinpool.deepspeed` import torch."""
 
+from pinpool._default import default_pool
 from pinpool.torch._copies import copy_, to_device
 from pinpool.torch._fsdp import fsdp2_offload
 from pinpool.torch._loader import PoolBatch, PoolCollate
 from pinpool.torch._saved import save_in_pool
 from pinpool.torch._tensors import current_device as current_device
-from pinpool.torch._tensors import default_pool, empty, is_pinned, pin, register, unpin
+from pinpool.torch._tensors import empty, is_pinned, pin, register, unpin
 from pinpool.torch._tensors import extent as extent
 from pinpool.torch._tensors import xpu_uuid as xpu_uuid
 

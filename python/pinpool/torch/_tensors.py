@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import threading
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._mode_utils import no_dispatch
 
 from pinpool import _pinpool
+from pinpool._default import default_pool
 from pinpool._pinpool import PinnedPool, Registration
 
 if TYPE_CHECKING:
@@ -24,29 +23,6 @@ def _empty_by_capsule(pool: PinnedPool, shape: Shape, dtype: torch.dtype, *, tim
 
 # torch has an exchange API from 2.10 on; through it a tensor costs a fraction of the way through a capsule.
 empty = _pinpool.torch_empty if _pinpool.use_exchange_api([torch.Tensor, torch.nn.Parameter]) else _empty_by_capsule
-
-
-_default: PinnedPool | None = None
-_default_lock = threading.RLock()  # a finalizer that pins may run while the pool is made
-
-
-def _forget_default_pool() -> None:
-    """Forget the pool and the lock of the parent: a forked child owns nothing of either."""
-    global _default, _default_lock
-    _default, _default_lock = None, threading.RLock()
-
-
-os.register_at_fork(after_in_child=_forget_default_pool)
-
-
-def default_pool() -> PinnedPool:
-    """Make the pool that `pin` uses when it is given none, once in a process."""
-    global _default
-    with _default_lock:
-        if _default is None or _default.closed:
-            made = PinnedPool()
-            _default = made if _default is None or _default.closed else _default
-        return _default
 
 
 def pin(
