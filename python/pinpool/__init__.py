@@ -11,6 +11,7 @@ from pinpool._pinpool import (
     PinnedPool,
     PinpoolError,
     Registration,
+    StoreDamagedError,
     WrittenAfterReleaseError,
     __version__,
     defer,
@@ -19,7 +20,8 @@ from pinpool._pinpool import (
     record_stream,
     register,
 )
-from pinpool._types import Stats
+from pinpool._swap import Swapper, Ticket
+from pinpool._types import Stats, SwapStats
 
 __all__ = [
     "DriverError",
@@ -31,6 +33,10 @@ __all__ = [
     "PinpoolError",
     "Registration",
     "Stats",
+    "StoreDamagedError",
+    "SwapStats",
+    "Swapper",
+    "Ticket",
     "WrittenAfterReleaseError",
     "__version__",
     "defer",

@@ -1,11 +1,11 @@
-"""The numpy side of `PinnedArray.__array__`; the only file that imports numpy."""
+"""The numpy side of `PinnedArray.__array__` and of the swap store; the only file that imports numpy."""
 
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from pinpool._pinpool import PinnedArray
+from pinpool._pinpool import PinnedArray, PinnedPool
 
 
 def as_array(array: PinnedArray, dtype: npt.DTypeLike | None, copy: bool | None) -> npt.NDArray[Any]:
@@ -36,3 +36,26 @@ def _numpy_dtype(name: str) -> np.dtype[Any]:
         return found
     except (ImportError, AttributeError):
         raise TypeError(f"numpy has no {name}; install ml_dtypes, or use torch.from_dlpack") from None
+
+
+class _Arrays:
+    """How the swap store sees numpy's arrays."""
+
+    name = "numpy"
+
+    def layout(self, obj: npt.NDArray[Any]) -> tuple[str, tuple[int, ...]]:
+        return obj.dtype.name, obj.shape
+
+    def misfit(self, obj: npt.NDArray[Any]) -> str | None:
+        if not obj.dtype.isnative:
+            return "its dtype is of foreign byte order"
+        return None if obj.flags.c_contiguous else "its elements do not lie in row-major order"
+
+    def empty(self, pool: PinnedPool, shape: tuple[int, ...], dtype: str, timeout: float | None) -> npt.NDArray[Any]:
+        return np.asarray(pool.empty(shape, dtype, timeout=timeout))
+
+    def copy(self, into: npt.NDArray[Any], obj: npt.NDArray[Any]) -> None:
+        into[...] = obj
+
+
+ARRAYS = _Arrays()

@@ -1,6 +1,8 @@
 """Page-locked host memory, in Rust. Import these names from `pinpool`."""
 
+import os
 from collections.abc import Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, SupportsIndex, final
 
@@ -62,6 +64,13 @@ class WrittenAfterReleaseError(PinpoolError):
     offset: int
     generation: int
     origin: str | None
+
+class StoreDamagedError(PinpoolError):
+    """A file of a swap store does not hold what was written to it."""
+
+    file: Path
+    offset: int
+    nbytes: int
 
 @final
 class PinnedPool:
@@ -471,3 +480,75 @@ def doctor(cuda_library: str | None, level_zero_library: str | None) -> Report:
     >>> [section["title"] for section in doctor(None, None)["sections"]]
     ['system', 'limits', 'pages', 'NUMA', 'trial', 'CUDA', 'Level Zero']
     """
+
+@final
+class SwapStore:
+    """A swap store. See `pinpool.Swapper`, which is made of it."""
+
+    def __new__(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        block_bytes: SupportsIndex | None,
+        queue_depth: SupportsIndex | None,
+        engine: str,
+        max_bytes: SupportsIndex | None,
+        direct: bool | None,
+        fixed_buffers: bool,
+    ) -> Self: ...
+    def write(self, key: str, label: str, obj: object) -> SwapOperation:
+        """Begin to store the bytes of an object, with a label."""
+
+    def read(self, key: str, obj: object) -> SwapOperation:
+        """Begin to read an entry into the bytes of an object."""
+
+    def delete(self, key: str) -> SwapOperation:
+        """Begin to delete an entry."""
+
+    def describe(self, key: str) -> tuple[str, int]:
+        """Tell the label and the number of bytes of what `read` would read."""
+
+    def keys(self) -> list[str]:
+        """List the keys of all entries, in no order."""
+
+    def flush(self) -> None:
+        """Make everything that is done survive a loss of power."""
+
+    def trim(self) -> int:
+        """Give free room back to the file system, and return how many bytes that were."""
+
+    def close(self) -> None:
+        """Wait for everything that was begun, and close the store."""
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed."""
+
+    def count_bounce(self, nbytes: int) -> None:
+        """Count a copy that was made because memory could not be transferred as it is."""
+
+    def stats(self) -> dict[str, object]:
+        """Tell what was done, and what is stored."""
+
+@final
+class SwapOperation:
+    """One write, read or deletion under way. See `pinpool.Ticket`, which is made of it."""
+
+    def wait(self, timeout: float | None) -> bool:
+        """Wait for the end. False: the time is up."""
+
+    def done(self) -> bool:
+        """Tell whether it has ended, well or not."""
+
+    def watch(self) -> SwapWatch:
+        """Make a file descriptor that is readable from the end on."""
+
+@final
+class SwapWatch:
+    """A file descriptor that is readable from the end of an operation on. It is closed with this object."""
+
+    def fileno(self) -> int:
+        """Tell its number."""
+
+def swap_misfit(obj: object, target: bool) -> str | None:
+    """Tell why the bytes of an object cannot be transferred as they are; None: they can. `target`: to be read into."""

@@ -35,6 +35,32 @@ class Stats(TypedDict):
     os_calls: int
 
 
+class SwapStats(TypedDict):
+    """What a swapper has done, and what its store holds: bytes, counts, seconds, and how transfers are made."""
+
+    engine: str
+    engine_reason: str | None
+    direct: bool
+    direct_reason: str | None
+    block_bytes: int
+    queue_depth: int
+    unfinished: int
+    entries: int
+    stored_bytes: int
+    file_bytes: int
+    max_bytes: int | None
+    bytes_written: int
+    bytes_read: int
+    write_seconds: float
+    read_seconds: float
+    write_gb_per_s: float
+    read_gb_per_s: float
+    bounces: int
+    bounced_bytes: int
+    fixed_bytes: int
+    fixed_reason: str | None
+
+
 class Event(Protocol):
     """Anything that tells whether device work is done."""
 

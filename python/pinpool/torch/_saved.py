@@ -10,10 +10,10 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from pinpool import _pinpool
+from pinpool._default import default_pool
 from pinpool._pinpool import PinnedPool
 from pinpool.torch._copies import copy_, empty_as, is_plain, to_device
 from pinpool.torch._streams import recorded_event
-from pinpool._default import default_pool
 
 
 class save_in_pool(saved_tensors_hooks):  # noqa: N801  (torch's save_on_cpu is spelled like this)

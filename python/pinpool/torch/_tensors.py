@@ -11,9 +11,9 @@ from torch.utils._mode_utils import no_dispatch
 
 from pinpool import _pinpool
 from pinpool._default import default_pool
-from pinpool._pinpool import PinnedPool, Registration
 
 if TYPE_CHECKING:
+    from pinpool._pinpool import PinnedPool, Registration
     from pinpool._types import Shape
 
 
