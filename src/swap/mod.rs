@@ -406,6 +406,8 @@ impl Drop for Swapper {
     fn drop(&mut self) {
         if self.check_process().is_ok() {
             self.store.queue.close(); // the engine's last thread lets go of the store
+        } else if let Ok(threads) = self.engine.get_mut() {
+            std::mem::forget(std::mem::take(threads)); // the parent's, and not there
         }
     }
 }

@@ -58,33 +58,46 @@ impl Queue {
         let mut state = lock(&self.state);
         state.unfinished -= 1;
         if state.unfinished == 0 {
+            let is_over = state.is_over();
             drop(state);
             self.idle.notify_all();
-            self.ring();
+            if is_over {
+                self.wake_all();
+            }
         }
     }
 
     /// Begins a transfer behind the others.
     pub(super) fn begin(&self, transfer: Arc<Transfer>) {
         lock(&self.state).begun.push_back(transfer);
-        self.ring();
+        self.wake_one();
     }
 
     /// The rest of a piece comes before all else.
     pub(super) fn again(&self, rest: Piece) {
         lock(&self.state).rests.push_back(rest);
-        self.ring();
+        self.wake_one();
     }
 
     /// Nothing more is admitted.
     pub(super) fn close(&self) {
         lock(&self.state).closing = true;
-        self.ring();
+        self.wake_all();
         self.idle.notify_all();
     }
 
-    fn ring(&self) {
+    /// There is work: whoever takes a part of it wakes the next.
+    fn wake_one(&self) {
+        self.work.notify_one();
+        self.ring();
+    }
+
+    fn wake_all(&self) {
         self.work.notify_all();
+        self.ring();
+    }
+
+    fn ring(&self) {
         if let Some(bell) = &self.bell {
             bell.notify();
         }
@@ -100,6 +113,9 @@ impl Queue {
         let mut state = lock(&self.state);
         loop {
             if let Some(work) = state.next() {
+                if state.has_more() {
+                    self.work.notify_one();
+                }
                 return Some(work);
             }
             if state.is_over() {
@@ -147,6 +163,10 @@ impl State {
             }
         }
         None
+    }
+
+    fn has_more(&self) -> bool {
+        !self.rests.is_empty() || !self.begun.is_empty()
     }
 
     fn is_over(&self) -> bool {

@@ -89,11 +89,13 @@ impl Space {
         Some(Claim { space: Arc::clone(self), extents: extents.into() })
     }
 
-    /// Claims every free piece that begins below `end`, so that nobody writes there for a while.
+    /// Claims all free room below `end`, so that nobody writes there for a while.
     pub(super) fn claim_free(self: &Arc<Self>, end: usize) -> Claim {
+        let end = end.next_multiple_of(UNIT);
         let mut state = lock(&self.state);
         let pieces = state.arena.free_pieces().take_while(|&(offset, _)| offset < end);
-        let extents: Box<[Extent]> = pieces.map(|(offset, len)| Extent { offset, len }).collect();
+        let extents: Box<[Extent]> =
+            pieces.map(|(offset, len)| Extent { offset, len: len.min(end - offset) }).collect();
         for extent in &extents {
             state.arena.take_at(extent.offset, extent.len);
             state.used += extent.len;
@@ -200,7 +202,7 @@ mod tests {
         assert!(space.claim_again(vec![extent(usize::MAX - UNIT + 1, UNIT)]).is_none());
         assert_eq!(space.used(), 3 * UNIT);
         let free = space.claim_free(8 * UNIT);
-        assert_eq!(extents(&free), [(0, 1), (2, 3), (7, 3)]);
+        assert_eq!(extents(&free), [(0, 1), (2, 3), (7, 1)]);
         drop((claim, free));
         assert_eq!(space.used(), 0);
     }

@@ -234,7 +234,12 @@ impl Store {
     /// Finds room for so many bytes, on the disk, too.
     fn claim(&self, len: usize) -> Result<Claim> {
         let padded = len.next_multiple_of(UNIT);
-        let claim = self.space.claim(padded, self.block_bytes).ok_or_else(|| {
+        let claim = || self.space.claim(padded, self.block_bytes);
+        let after_trim = || {
+            drop(lock(&self.file_bytes)); // while room is trimmed, it is nobody's
+            claim()
+        };
+        let claim = claim().or_else(after_trim).ok_or_else(|| {
             let (limit, used) = (self.space.limit(), self.space.used());
             let help = format!(
                 "the store may hold {limit} bytes (max_bytes), {used} are taken, and {padded} more are needed: a new \
