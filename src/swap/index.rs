@@ -35,15 +35,25 @@ pub(super) struct Index {
 }
 
 impl Index {
-    /// Opens the index of a store, or makes one, and hands every record to `replay` in its order.
-    pub(super) fn open(path: &Path, mut replay: impl FnMut(Record) -> std::result::Result<(), String>) -> Result<Self> {
+    /// Opens the index of a store, or makes that of a new one, and hands every record to `replay` in its order.
+    pub(super) fn open(
+        path: &Path,
+        is_new: bool,
+        mut replay: impl FnMut(Record) -> std::result::Result<(), String>,
+    ) -> Result<Self> {
         let refused = |call| move |source: io::Error| storage(call, path, &source);
         let mut file = os::open(path, false).map_err(refused("opening"))?;
         let mut bytes = Vec::new();
         file.read_to_end(&mut bytes).map_err(refused("reading"))?;
         if bytes.is_empty() {
             drop(file);
-            return Self::create(path, &[]);
+            if !is_new {
+                let what =
+                    "it is missing or empty, and the data file is not; if nothing in there is needed, delete both";
+                return Err(damaged(path, 0, HEADER, what.to_owned()));
+            }
+            let (index, synced) = Self::create(path, &[])?;
+            return synced.map(|()| index);
         }
         let snapshot_end = read_header(&bytes).map_err(|what| damaged(path, 0, HEADER, what))?;
         if (bytes.len() as u64) < snapshot_end {
@@ -63,8 +73,9 @@ impl Index {
         Ok(Self { path: path.to_owned(), file, end: at as u64, snapshot_end, most: longest(snapshot_end), torn: false })
     }
 
-    /// Puts an index with these records in the place of the one that is there, if any, at once.
-    fn create(path: &Path, records: &[Vec<u8>]) -> Result<Self> {
+    /// Puts an index with these records in the place of the one that is there, if any, at once; then tells whether that
+    /// is sure to survive a loss of power.
+    fn create(path: &Path, records: &[Vec<u8>]) -> Result<(Self, Result<()>)> {
         let refused = |call| move |source: io::Error| storage(call, path, &source);
         let framed: usize = records.iter().map(|record| FRAME + record.len()).sum();
         let mut bytes = header(HEADER + framed);
@@ -77,14 +88,15 @@ impl Index {
             file.set_len(0)?;
             file.write_all(&bytes)?;
             file.sync_all()?;
+            let directory = path.parent().map(File::open).transpose()?;
             std::fs::rename(&new, path)?;
-            Ok(file)
+            Ok((file, directory))
         });
-        let file = written.inspect_err(|_| drop(std::fs::remove_file(&new))).map_err(refused("writing"))?;
-        let directory = path.parent().map_or(Ok(()), |parent| File::open(parent)?.sync_all());
-        directory.map_err(refused("entering"))?;
+        let (file, directory) =
+            written.inspect_err(|_| drop(std::fs::remove_file(&new))).map_err(refused("writing"))?;
+        let synced = directory.map_or(Ok(()), |directory| directory.sync_all()).map_err(refused("entering"));
         let end = bytes.len() as u64;
-        Ok(Self { path: path.to_owned(), file, end, snapshot_end: end, most: longest(end), torn: false })
+        Ok((Self { path: path.to_owned(), file, end, snapshot_end: end, most: longest(end), torn: false }, synced))
     }
 
     /// Appends a record, whole or not at all.
@@ -126,11 +138,12 @@ impl Index {
         self.end == self.snapshot_end && !self.torn
     }
 
-    /// Writes the index anew, at once, from the records of all entries. On an error it stays as it is.
+    /// Writes the index anew, at once, from the records of all entries. On an error nothing is lost.
     pub(super) fn rewrite(&mut self, records: &[Vec<u8>]) -> Result<()> {
         self.most = longest(self.end); // not again at once, if it fails
-        *self = Self::create(&self.path, records)?;
-        Ok(())
+        let (index, synced) = Self::create(&self.path, records)?;
+        *self = index;
+        synced
     }
 
     /// Another handle of the file as it is now, to be flushed without holding up those who append.

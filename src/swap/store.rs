@@ -34,8 +34,10 @@ pub(super) struct Store {
     pub(super) data: File,
     pub(super) queue: Queue,
     space: Arc<Space>,
-    /// How long the data file is. Held while that changes.
-    file_bytes: Mutex<usize>,
+    /// How long the data file is.
+    file_bytes: AtomicUsize,
+    /// Held while that changes, over the system calls that it takes: nobody else needs it.
+    growing: Mutex<()>,
     /// `None` once the store is closed. Held while it is written: no one else needs it.
     index: Mutex<Option<Index>>,
     keys: Mutex<Keys>,
@@ -114,9 +116,10 @@ impl Store {
         lock_data(&data, &data_path)?;
         let limit = options.max_bytes.unwrap_or(MOST_BYTES);
         let (space, mut entries) = (Space::new(limit), HashMap::new());
-        let index = Index::open(&file_of(directory, "index"), |record| replay(record, &mut entries))?;
-        let entries = claim_all(entries, &space, &data_path)?;
         let file_bytes = data.metadata().map_err(|source| storage("reading", &data_path, &source))?.len() as usize;
+        let index = file_of(directory, "index");
+        let index = Index::open(&index, file_bytes == 0, |record| replay(record, &mut entries))?;
+        let entries = claim_all(entries, &space, &data_path)?;
         let bell = has_ring.then(EventFd::new).transpose();
         let bell = bell.map_err(|source| Error::Os { call: "eventfd", bytes: 0, source })?;
         let Checked { block_bytes, queue_depth, max_bytes, .. } = *options;
@@ -126,7 +129,8 @@ impl Store {
             data,
             queue: Queue::new(bell),
             space,
-            file_bytes: Mutex::new(file_bytes),
+            file_bytes: AtomicUsize::new(file_bytes),
+            growing: Mutex::new(()),
             index: Mutex::new(Some(index)),
             keys: Mutex::new(Keys { entries, lines: HashMap::new() }),
             writes: Mutex::default(),
@@ -236,7 +240,7 @@ impl Store {
         let padded = len.next_multiple_of(UNIT);
         let claim = || self.space.claim(padded, self.block_bytes);
         let after_trim = || {
-            drop(lock(&self.file_bytes)); // while room is trimmed, it is nobody's
+            drop(lock(&self.growing)); // while room is trimmed, it is nobody's
             claim()
         };
         let claim = claim().or_else(after_trim).ok_or_else(|| {
@@ -254,11 +258,15 @@ impl Store {
 
     /// Makes the data file at least so long, with room on the disk for all of it.
     fn grow(&self, end: usize) -> Result<()> {
-        let mut file_bytes = lock(&self.file_bytes);
-        let start = *file_bytes;
-        if end <= start {
+        let fits = || end <= self.file_bytes.load(Ordering::Acquire);
+        if fits() {
             return Ok(());
         }
+        let _growing = lock(&self.growing);
+        if fits() {
+            return Ok(());
+        }
+        let start = self.file_bytes.load(Ordering::Acquire);
         let step = (end / 8).min(LARGEST_STEP) / UNIT * UNIT;
         let ahead = (end + step).min(self.space.limit()).min(os::file_size_limit() as usize / UNIT * UNIT).max(end);
         let allocate = |end: usize| os::allocate(&self.data, start as u64, (end - start) as u64).map(|()| end);
@@ -267,10 +275,11 @@ impl Store {
             Some(os::NOT_SUPPORTED) => self.data.set_len(end as u64).map(|()| end),
             _ => allocate(end),
         });
-        *file_bytes = grown.map_err(|source| {
+        let grown = grown.map_err(|source| {
             let _ = self.data.set_len(start as u64); // what was made of it
             storage("growing", &self.data_path, &source)
         })?;
+        self.file_bytes.store(grown, Ordering::Release);
         Ok(())
     }
 
@@ -421,25 +430,27 @@ impl Store {
 
     /// Gives free room back to the file system.
     pub(super) fn trim(&self) -> Result<usize> {
+        self.admit()?; // the store is nobody else's before the end
+        let trimmed = self.trim_data().map_err(|source| storage("trimming", &self.data_path, &source));
+        self.queue.dismiss();
+        trimmed
+    }
+
+    fn trim_data(&self) -> io::Result<usize> {
         const BLOCK: u64 = 512; // the unit of `blocks`, on every file system
-        if self.queue.is_closing() {
-            return Err(Error::SwapperClosed);
-        }
-        let mut file_bytes = lock(&self.file_bytes);
-        let free = self.space.claim_free(*file_bytes);
-        let mut give_back = || {
-            let before = self.data.metadata()?.blocks();
-            for extent in free.extents() {
-                if extent.end() >= *file_bytes {
-                    self.data.set_len(extent.offset as u64)?;
-                    *file_bytes = extent.offset;
-                } else {
-                    os::punch(&self.data, extent.offset as u64, extent.len as u64)?;
-                }
+        let _growing = lock(&self.growing);
+        let end = self.file_bytes.load(Ordering::Acquire);
+        let free = self.space.claim_free(end);
+        let before = self.data.metadata()?.blocks();
+        for extent in free.extents() {
+            if extent.end() >= end {
+                self.data.set_len(extent.offset as u64)?;
+                self.file_bytes.store(extent.offset, Ordering::Release);
+            } else {
+                os::punch(&self.data, extent.offset as u64, extent.len as u64)?;
             }
-            Ok(before.saturating_sub(self.data.metadata()?.blocks()) * BLOCK)
-        };
-        give_back().map(|bytes| bytes as usize).map_err(|source| storage("trimming", &self.data_path, &source))
+        }
+        Ok((before.saturating_sub(self.data.metadata()?.blocks()) * BLOCK) as usize)
     }
 
     /// Lets go of the files. A second call does nothing.
@@ -470,7 +481,7 @@ impl Store {
             unfinished: self.queue.unfinished(),
             entries: lock(&self.keys).entries.len(),
             stored_bytes: self.space.used(),
-            file_bytes: *lock(&self.file_bytes),
+            file_bytes: self.file_bytes.load(Ordering::Relaxed),
             max_bytes: self.max_bytes,
             bytes_written: writes.bytes,
             bytes_read: reads.bytes,
@@ -526,21 +537,27 @@ fn open_data(path: &Path, direct: Option<bool>) -> Result<(File, bool, Option<St
     os::open(path, false).map(|file| (file, false, Some(reason))).map_err(refused)
 }
 
-/// Keeps all others from the store.
+/// Keeps all others from the store. A process that was killed may hold it for a moment, until its last transfers are done.
 fn lock_data(data: &File, path: &Path) -> Result<()> {
-    let refusal = match data.try_lock() {
-        Ok(()) => return Ok(()),
-        Err(TryLockError::WouldBlock) => {
-            let holder = holder(data).map_or(String::new(), |process| format!(" (process {process} locked it)"));
-            let help = format!(
-                "another process, or another Swapper of this one, has the store open{holder}; close that one, or use \
-                 another directory"
-            );
-            return Err(Error::Storage { call: "locking", file: path.to_owned(), place: None, code: os::IN_USE, help });
+    const STEP: Duration = Duration::from_millis(5);
+    let deadline = Instant::now() + Duration::from_secs(2);
+    loop {
+        let holder = match data.try_lock() {
+            Ok(()) => return Ok(()),
+            Err(TryLockError::WouldBlock) => holder(data),
+            Err(TryLockError::Error(source)) => return Err(storage("locking", path, &source)),
+        };
+        if holder.is_none() && Instant::now() < deadline {
+            std::thread::sleep(STEP);
+            continue;
         }
-        Err(TryLockError::Error(source)) => source,
-    };
-    Err(storage("locking", path, &refusal))
+        let who = holder
+            .map_or("a child of a process that has ended, or one that is not seen from here,".into(), |id| {
+                format!("process {id}")
+            });
+        let help = format!("{who} has the store open; close it there, or use another directory");
+        return Err(Error::Storage { call: "locking", file: path.to_owned(), place: None, code: os::IN_USE, help });
+    }
 }
 
 /// Who has locked a file, as far as the kernel tells.

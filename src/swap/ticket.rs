@@ -104,13 +104,13 @@ fn check_tail(range: &Range<usize>, found: &Found) -> Result<()> {
     Err(Error::invalid("memory", why))
 }
 
-/// Refuses memory that is no pool's: one look into the registry.
+/// Refuses memory of the caller's own, which may be freed at any time: one look into the registry.
 fn check_ours(range: &Range<usize>) -> Result<()> {
     let (address, len) = (range.start, range.end - range.start);
-    let found = global().read(|registry| registry.find(address).map(|found| found.adopted));
-    let whose = match found {
+    let whose = match global().read(|registry| registry.find(address).map(|found| found.adopted)) {
         Some(false) => return Ok(()),
         Some(true) => "is pinned by a Registration, and belongs to its caller",
+        None if pool::find(range).is_ok() => return Ok(()), // a block that was unpinned is a block
         None => "is in no pool",
     };
     let why = format!(

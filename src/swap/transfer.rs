@@ -147,9 +147,11 @@ impl Transfer {
         entry::checksum(digests.iter().map(|digest| digest.load(Ordering::Relaxed)))
     }
 
-    /// What kept it from being done.
+    /// What kept it from being done. Nothing of it is given out from then on.
     pub(super) fn take_failure(&self) -> Option<Error> {
-        lock(&self.state).failure.take()
+        let mut state = lock(&self.state);
+        state.issued = self.pieces();
+        state.failure.take()
     }
 
     fn piece_is_over(&self, failure: Option<Error>) -> bool {

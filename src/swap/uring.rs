@@ -242,8 +242,22 @@ struct Table {
     reason: Option<String>,
 }
 
-impl FixedBuffers {
+impl Table {
+    /// The most that the kernel takes in one slot.
     const LARGEST: usize = 1 << 30;
+
+    /// The part of a region to make known for an address that is not. An unpinned block splits its region for a while, so
+    /// parts may be there that are none of the region's as it is now.
+    fn unknown_part(&self, region: &Range<usize>, address: usize) -> Range<usize> {
+        let start = region.start + (address - region.start) / Self::LARGEST * Self::LARGEST;
+        let end = region.end.min(start + Self::LARGEST);
+        let before = self.parts.range(..=address).next_back().map_or(start, |(_, &(end, _))| end);
+        let behind = self.parts.range(address..).next().map_or(end, |(&start, _)| start);
+        start.max(before)..end.min(behind)
+    }
+}
+
+impl FixedBuffers {
     const SLOTS: u16 = 1024;
 
     fn new(ring: Ring) -> Arc<Self> {
@@ -264,9 +278,10 @@ impl FixedBuffers {
             return slot.filter(|_| address + len <= range.end);
         }
         let region = global().read(|registry| registry.find(address).map(|found| found.range))?;
-        let start = region.start + (address - region.start) / Self::LARGEST * Self::LARGEST;
-        let part = start..region.end.min(start + Self::LARGEST);
-        let slot = lock(&self.table).free.pop()?;
+        let (part, slot) = {
+            let mut table = lock(&self.table);
+            (table.unknown_part(&region, address), table.free.pop()?)
+        };
         let refusal = self.update(slot, &part).err();
         let mut table = lock(&self.table);
         if let Some(refusal) = refusal {
