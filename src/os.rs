@@ -7,6 +7,7 @@
 use std::ffi::CString;
 use std::fs::{File, OpenOptions};
 use std::io;
+use std::ops::Range;
 use std::os::fd::{AsRawFd as _, FromRawFd as _, OwnedFd, RawFd};
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::Path;
@@ -181,6 +182,12 @@ pub(crate) unsafe fn read_at(file: RawFd, address: usize, len: usize, offset: u6
 pub(crate) unsafe fn write_at(file: RawFd, address: usize, len: usize, offset: u64) -> io::Result<usize> {
     // SAFETY: the caller's promise.
     transferred(unsafe { libc::pwrite(file, address as *const libc::c_void, len, offset as libc::off_t) })
+}
+
+/// A range of memory as the kernel's calls on vectors take it; the empty one is none.
+pub(crate) fn io_vector(range: &Range<usize>) -> libc::iovec {
+    let base = if range.is_empty() { std::ptr::null_mut() } else { range.start as *mut libc::c_void };
+    libc::iovec { iov_base: base, iov_len: range.len() }
 }
 
 fn transferred(bytes: isize) -> io::Result<usize> {

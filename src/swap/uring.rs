@@ -303,8 +303,7 @@ impl FixedBuffers {
 
     /// Puts memory into a slot of the ring; no memory takes it out.
     fn update(&self, slot: u16, part: &Range<usize>) -> io::Result<()> {
-        let address = if part.is_empty() { std::ptr::null_mut() } else { part.start as *mut libc::c_void };
-        let buffer = libc::iovec { iov_base: address, iov_len: part.len() };
+        let buffer = os::io_vector(part);
         // SAFETY: the region is mapped, and is taken out before it is unmapped.
         unsafe { self.ring.submitter().register_buffers_update(slot.into(), &[buffer], None) }.map(drop)
     }
