@@ -8,6 +8,7 @@ pub(crate) mod driver;
 pub(crate) mod maps;
 pub(crate) mod process;
 pub(crate) mod seccomp;
+pub(crate) mod swap;
 
 use std::ops::{ControlFlow, Range};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
