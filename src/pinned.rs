@@ -135,7 +135,12 @@ impl Pinned {
         if !self.has_pages(range) || !global().change(|registry| registry.carve(range.clone())) {
             return Ok(false);
         }
-        let ended = if *range == self.range() { self.end_registrations(progress) } else { Ok(()) };
+        let ended = if *range == self.range() {
+            tell_holders(range);
+            self.end_registrations(progress)
+        } else {
+            Ok(())
+        };
         let unpinned = ended.and_then(|()| {
             let bytes = range.end - range.start;
             os::unlock(range.start, bytes).map_err(|source| Error::Os { call: "munlock", bytes, source })
@@ -237,9 +242,7 @@ impl Pinned {
         if let Some(key) = self.key.take() {
             global().change(|registry| registry.forget(address..address + len, key));
         }
-        for holder in holders() {
-            holder.let_go(&(address..address + len));
-        }
+        tell_holders(&(address..address + len));
         if let Err(error) = self.registrations.end() {
             abandon(len, Arc::clone(&self.registrations));
             std::mem::forget(region);
@@ -266,9 +269,9 @@ impl Drop for Pinned {
 
 /// Who keeps pages of regions for uses of its own, beside the drivers: a ring with fixed buffers.
 ///
-/// It holds a page only while some block of the region is live or pending, or idle: never beyond the region.
+/// It holds them while the region lives, whatever its blocks are, and never beyond.
 pub(crate) trait Holder: Send + Sync + std::fmt::Debug {
-    /// A region is about to go: lets go of its pages before this returns. Nobody uses them any more.
+    /// Nobody uses these pages, and they are about to go, or to be unlocked: lets go of them before this returns.
     fn let_go(&self, range: &Range<usize>);
 }
 
@@ -279,10 +282,15 @@ pub(crate) fn add_holder(holder: Weak<dyn Holder>) {
     HOLDERS.get().lock().unwrap_or_else(PoisonError::into_inner).push(holder);
 }
 
-fn holders() -> Vec<Arc<dyn Holder>> {
+/// Makes everybody let go of a region that nobody uses.
+fn tell_holders(range: &Range<usize>) {
     let mut holders = HOLDERS.get().lock().unwrap_or_else(PoisonError::into_inner);
     holders.retain(|holder| holder.strong_count() > 0);
-    holders.iter().filter_map(Weak::upgrade).collect()
+    let alive: Vec<_> = holders.iter().filter_map(Weak::upgrade).collect();
+    drop(holders);
+    for holder in alive {
+        holder.let_go(range);
+    }
 }
 
 /// The refusal of a driver, when others have let go of the range already.

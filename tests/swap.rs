@@ -54,12 +54,16 @@ fn entries_of_any_size_come_back_now_and_after_reopening() {
         check_all(&swapper);
         let stats = swapper.stats().expect("ours");
         let (bytes, units) = (LENGTHS.iter().sum(), LENGTHS.iter().map(|len| len.next_multiple_of(UNIT)).sum());
-        assert_eq!((stats.entries, stats.stored_bytes, stats.bytes_written, stats.bytes_read), (12, units, bytes, bytes));
+        assert_eq!(
+            (stats.entries, stats.stored_bytes, stats.bytes_written, stats.bytes_read),
+            (12, units, bytes, bytes)
+        );
         assert_eq!(stats.direct, options.direct == Some(true));
         swapper.flush().expect("our own files");
         swapper.close().expect("our own files");
         // With pieces of another size, by the other engine, the other way.
-        let others = engines().into_iter().map(|other| SwapOptions { block_bytes: Some(UNIT), direct: Some(false), ..other });
+        let others =
+            engines().into_iter().map(|other| SwapOptions { block_bytes: Some(UNIT), direct: Some(false), ..other });
         for other in others.chain([options]) {
             let swapper = directory.reopen(&other);
             check_all(&swapper);
@@ -125,7 +129,9 @@ fn what_is_not_there_is_unknown_and_another_size_is_refused() {
         let (directory, pool) = (Directory::new(), pool(MIB));
         let swapper = directory.open(&options);
         let unknown = |error: Error| {
-            assert!(matches!(&error, Error::UnknownKey { key, store } if &**key == "key" && *store == directory.path()));
+            assert!(
+                matches!(&error, Error::UnknownKey { key, store } if &**key == "key" && *store == directory.path())
+            );
             assert!(error.to_string().contains("\"key\""), "{error}");
         };
         let all_unknown = || {
@@ -154,9 +160,8 @@ fn operations_on_one_key_take_effect_in_the_order_of_their_calls() {
         let (directory, pool, gate) = (Directory::new(), pool(MIB), Gate::closed(|_| true));
         let swapper = directory.open(&SwapOptions { inject: Some(gate.clone()), ..options.clone() });
         let opened = Opened(gate);
-        let write = |seed, len| {
-            swapper.write("key", &format!("{seed}"), Arc::new(block(&pool, len, seed))).expect("room")
-        };
+        let write =
+            |seed, len| swapper.write("key", &format!("{seed}"), Arc::new(block(&pool, len, seed))).expect("room");
         let read = |len| swapper.read("key", pool.take(len).expect("room"));
         // Nothing is moved before the gate opens; all of it is accepted, or not, in the light of what is to come.
         let first = [write(1, 9000), write(2, 5000)];
@@ -296,7 +301,8 @@ fn any_views_of_a_block_are_written_and_read_and_their_neighbours_are_not_change
         let source = block(&pool, LEN, 1);
         let mut target = block(&pool, LEN, 2);
         let (from, to) = (address(&source), address(&target));
-        let views = [0..LEN, 0..UNIT, UNIT..3 * UNIT, UNIT..3 * UNIT - 7, 6 * UNIT..LEN, 5 * UNIT..LEN, 2 * UNIT..2 * UNIT];
+        let views =
+            [0..LEN, 0..UNIT, UNIT..3 * UNIT, UNIT..3 * UNIT - 7, 6 * UNIT..LEN, 5 * UNIT..LEN, 2 * UNIT..2 * UNIT];
         for view in views {
             let key = format!("{view:?}");
             // SAFETY: nobody writes to it meanwhile.

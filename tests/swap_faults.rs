@@ -6,13 +6,14 @@ mod common;
 
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
-use std::sync::{Arc, Barrier};
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Barrier};
 
 use common::process::{alone, become_nobody, in_forked_child};
 use common::seccomp::{Rule, paused, refused};
 use common::swap::{
-    Directory, UNIT, asks, block, check, contents, engines, engines_and_ways, get, keys, put, refusal, say, says_damaged,
+    Directory, UNIT, asks, block, check, contents, engines, engines_and_ways, get, keys, put, refusal, say,
+    says_damaged,
 };
 use common::{MIB, go_on, pool};
 use pinpool::Error;
@@ -23,7 +24,8 @@ const LEN: usize = 10 * UNIT - 100;
 #[test]
 fn a_write_that_the_disk_refuses_leaves_the_old_value() {
     // In the first piece, in a later one, and in the padded last one.
-    for (options, bad) in engines_and_ways().into_iter().flat_map(|options| [0, 1, 2].map(|bad| (options.clone(), bad))) {
+    for (options, bad) in engines_and_ways().into_iter().flat_map(|options| [0, 1, 2].map(|bad| (options.clone(), bad)))
+    {
         for code in [libc::EIO, libc::ENOSPC] {
             let (directory, pool, calls) = (Directory::new(), pool(MIB), Arc::new(AtomicUsize::new(0)));
             let counter = Arc::clone(&calls);
@@ -55,7 +57,8 @@ fn nothing_of_a_transfer_is_moved_after_it_has_failed() {
     for options in engines_and_ways() {
         let (directory, pool, calls) = (Directory::new(), pool(MIB), Arc::new(AtomicUsize::new(0)));
         let counter = Arc::clone(&calls);
-        let inject = asks(move |_, _, _| (counter.fetch_add(1, Ordering::SeqCst) == 0).then_some(Fault::Refusal(libc::EIO)));
+        let inject =
+            asks(move |_, _, _| (counter.fetch_add(1, Ordering::SeqCst) == 0).then_some(Fault::Refusal(libc::EIO)));
         let options = SwapOptions { inject: Some(inject), queue_depth: Some(1), ..options };
         let swapper = directory.open(&options);
         put(&swapper, &pool, "key", 100 * UNIT, 1).expect_err("a fault");
@@ -133,8 +136,12 @@ fn a_file_that_was_cut_behind_our_back_is_damaged_there() {
             let error = get(&swapper, &pool, "key").expect_err("it is not there");
             says_damaged(&error, "data");
             assert!(error.to_string().contains("\"key\""), "{error}");
-            let first_missing = |offset: u64| offset <= cut as u64 && cut as u64 - offset < 4 * UNIT as u64 || offset >= cut as u64;
-            assert!(matches!(&*error, Error::Damaged { offset, .. } if first_missing(*offset)), "cut at {cut}: {error}");
+            let first_missing =
+                |offset: u64| offset <= cut as u64 && cut as u64 - offset < 4 * UNIT as u64 || offset >= cut as u64;
+            assert!(
+                matches!(&*error, Error::Damaged { offset, .. } if first_missing(*offset)),
+                "cut at {cut}: {error}"
+            );
         }
     }
 }

@@ -119,7 +119,8 @@ fn noise_behind_the_index_is_damage() {
             Err(error) => says_damaged(&error, "index"),
         }
     }
-    let error = entries_of(&directory, &pool, b"#!/bin/sh\necho this is no index of anybody's\n").expect_err("another's");
+    let error =
+        entries_of(&directory, &pool, b"#!/bin/sh\necho this is no index of anybody's\n").expect_err("another's");
     assert!(error.to_string().contains("no index"), "{error}");
 }
 

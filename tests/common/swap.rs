@@ -100,7 +100,8 @@ pub(crate) fn engines() -> Vec<SwapOptions> {
 
 /// The same, past the page cache and through it.
 pub(crate) fn engines_and_ways() -> Vec<SwapOptions> {
-    let ways = |options: SwapOptions| [true, false].map(|direct| SwapOptions { direct: Some(direct), ..options.clone() });
+    let ways =
+        |options: SwapOptions| [true, false].map(|direct| SwapOptions { direct: Some(direct), ..options.clone() });
     let can = |options: &SwapOptions| match Directory::new().try_open(options) {
         Err(Error::Unsupported { .. }) => {
             say("not tested with direct transfers: the file system of the temporary directory has none");
