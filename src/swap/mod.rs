@@ -16,8 +16,11 @@
 //! done when [`Swapper::flush`] was called, and was not replaced or deleted after that. Anything that is lost or changed
 //! on the disk is found by a checksum when it is read, or when the store is opened, and is an error: never other data.
 
+mod data;
 mod entry;
+mod fixed;
 mod index;
+mod meter;
 mod queue;
 mod space;
 mod store;
@@ -28,7 +31,7 @@ mod uring;
 
 use std::fmt;
 use std::ops::{ControlFlow, Range};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -451,9 +454,4 @@ impl Checked {
         }
         Ok(Self { block_bytes, queue_depth, engine, max_bytes, direct, fixed_buffers, inject })
     }
-}
-
-/// Where the files of a store are.
-fn file_of(directory: &Path, name: &str) -> PathBuf {
-    directory.join(name)
 }

@@ -43,7 +43,7 @@ fn run(store: &Store) {
 }
 
 fn transfer(store: &Store, piece: &Piece) -> io::Result<usize> {
-    let file = store.data.as_raw_fd();
+    let file = store.data.file.as_raw_fd();
     // SAFETY: the operation keeps the memory from reuse until its end, and its makers have promised that nobody uses it
     // before that as the kernel does.
     unsafe {
