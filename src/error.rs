@@ -227,7 +227,8 @@ impl fmt::Display for Error {
                 Limit(*hard)
             ),
             Self::OutOfPinnedMemory { wanted, limit, allocated, cached, pending, oldest, lost, budget } => {
-                let age = oldest.map_or(String::new(), |age| format!(" (device work, the oldest {age:.1?} old)"));
+                let age = oldest
+                    .map_or(String::new(), |age| format!(" (device work or transfers, the oldest {age:.1?} old)"));
                 let advice = match (wanted.saturating_add(*lost) > *limit, *lost > 0) {
                     (false, _) => "release arrays, raise max_bytes, or wait with timeout=",
                     (true, false) => "that is more than the pool may ever hold: raise max_bytes",

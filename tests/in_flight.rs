@@ -308,7 +308,7 @@ fn a_request_polls_what_is_pending_after_it_has_trimmed_what_is_idle_and_then_sa
     match pool.take(MIB + page()).expect_err("a device uses the rest") {
         refusal @ Error::OutOfPinnedMemory { pending: MIB, oldest: Some(_), .. } => {
             let text = refusal.to_string();
-            assert!(text.contains(&format!("pending {MIB} (device work, the oldest ")), "{text}");
+            assert!(text.contains(&format!("pending {MIB} (device work or transfers, the oldest ")), "{text}");
         }
         other => panic!("{other}"),
     }

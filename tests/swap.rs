@@ -11,7 +11,7 @@ use common::maps::Memory;
 use common::swap::{
     Directory, Gate, Opened, UNIT, asks, block, check, contents, engines, engines_and_ways, get, keys, put,
 };
-use common::{MIB, Random, address, page, pool, try_adopt, unlocked_pool};
+use common::{MIB, Random, address, go_on, page, pool, try_adopt, unlocked_pool};
 use pinpool::swap::{Engine, Fault, SwapOptions, Swapper};
 use pinpool::{Error, Pool};
 
@@ -210,7 +210,9 @@ fn a_read_that_is_under_way_gets_the_old_value_whole() {
         // The old value's room is not used by anybody else while it is read.
         tickets.push(swapper.write("other", "9", Arc::new(block(&pool, LEN, 9))).expect("room"));
         drop(opened);
-        tickets.iter().for_each(|ticket| ticket.wait().expect("written"));
+        for ticket in &tickets {
+            ticket.wait().expect("written");
+        }
         reading.wait().expect("read");
         assert!(reading.take_block().expect("read").as_slice() == contents(LEN, 1));
         check(&swapper, &pool, "key", LEN, 5);
@@ -306,11 +308,11 @@ fn any_views_of_a_block_are_written_and_read_and_their_neighbours_are_not_change
         for view in views {
             let key = format!("{view:?}");
             // SAFETY: nobody writes to it meanwhile.
-            let ticket = unsafe { swapper.write_from(&key, "", from + view.start..from + view.end) };
+            let ticket = unsafe { swapper.write_from(&key, "", from + view.start..from + view.end, &mut go_on) };
             ticket.expect("aligned").wait().expect("room");
             target.as_mut_slice().copy_from_slice(&contents(LEN, 2));
             // SAFETY: nobody looks at it meanwhile.
-            let ticket = unsafe { swapper.read_into(&key, to + view.start..to + view.end) };
+            let ticket = unsafe { swapper.read_into(&key, to + view.start..to + view.end, &mut go_on) };
             let mut expected = contents(LEN, 2);
             if view.end.is_multiple_of(UNIT) || view.end == LEN {
                 let ticket = ticket.expect("its end is one of a unit's, or the block's");
@@ -351,8 +353,8 @@ fn memory_that_is_no_pools_or_not_aligned_is_refused_by_name() {
             (usize::MAX - UNIT + 1..usize::MAX, &[]),
         ] {
             // SAFETY: nobody uses the memory.
-            let refused = [unsafe { swapper.write_from("new", "", range.clone()) }, unsafe {
-                swapper.read_into("key", range.clone())
+            let refused = [unsafe { swapper.write_from("new", "", range.clone(), &mut go_on) }, unsafe {
+                swapper.read_into("key", range.clone(), &mut go_on)
             }];
             for refused in refused {
                 invalid(&refused.expect_err("not ours"), words);
@@ -376,10 +378,10 @@ fn blocks_of_any_pool_are_written_and_read_by_their_address() {
             }
             let range = |block: &pinpool::Block| address(block)..address(block) + block.len();
             // SAFETY: nobody writes to it meanwhile.
-            let ticket = unsafe { swapper.write_from("key", "", range(&source)) };
+            let ticket = unsafe { swapper.write_from("key", "", range(&source), &mut go_on) };
             ticket.expect("a pool's memory").wait().expect("room");
             // SAFETY: nobody looks at it meanwhile.
-            let ticket = unsafe { swapper.read_into("key", range(&target)) };
+            let ticket = unsafe { swapper.read_into("key", range(&target), &mut go_on) };
             ticket.expect("a pool's memory").wait().expect("stored");
             assert!(target.as_slice() == contents(5000, 1));
         }

@@ -200,6 +200,13 @@ fn a_store_that_is_full_says_so_and_goes_on() {
     }
 }
 
+/// Takes the mount away from the directory, which can then be removed.
+fn unmount(directory: &Path) {
+    let path = std::ffi::CString::new(directory.as_os_str().as_encoded_bytes()).expect("no zero byte");
+    // SAFETY: a string that ends with zero.
+    assert_eq!(unsafe { libc::umount2(path.as_ptr(), libc::MNT_DETACH) }, 0);
+}
+
 /// Mounts a file system of so many bytes, seen by this process alone.
 fn mount_small(directory: &Path, bytes: usize) -> Result<(), std::io::Error> {
     let path = std::ffi::CString::new(directory.as_os_str().as_encoded_bytes()).expect("no zero byte");
@@ -237,6 +244,7 @@ fn a_full_disk_refuses_the_write_and_room_that_is_made_there_is_used() {
             check(&swapper, &pool, "big", 50 * UNIT, 4);
             swapper.close().expect("the index finds room");
             check(&directory.open(&options), &pool, "big", 50 * UNIT, 4);
+            unmount(directory.path());
         }
     });
 }
@@ -495,7 +503,7 @@ fn an_index_that_cannot_be_appended_to_changes_nothing_and_can_be_later() {
     alone("an_index_that_cannot_be_appended_to_changes_nothing_and_can_be_later", || {
         let (directory, pool) = (Directory::new(), pool(MIB));
         for options in engines() {
-            let swapper = directory.open(&options);
+            let swapper = directory.reopen(&options);
             put(&swapper, &pool, "key", LEN, 1).expect("room");
             swapper.close().expect("our own files");
             in_forked_child(|| {

@@ -130,13 +130,16 @@ fn ten_thousand_entries_are_there_again() {
     for options in engines() {
         let (directory, pool) = (Directory::new(), pool(MIB));
         let swapper = directory.open(&SwapOptions { direct: Some(false), ..options.clone() });
-        let tickets: Vec<_> = (0..ENTRIES)
-            .map(|seed| {
+        for start in (0..ENTRIES).step_by(200) {
+            let write = |seed: u64| {
                 let source = Arc::new(block(&pool, seed as usize % 50, seed));
                 swapper.write(&format!("key {seed}"), &seed.to_string(), source).expect("room")
-            })
-            .collect();
-        tickets.iter().for_each(|ticket| ticket.wait().expect("room"));
+            };
+            let tickets: Vec<_> = (start..start + 200).map(write).collect();
+            for ticket in &tickets {
+                ticket.wait().expect("room");
+            }
+        }
         swapper.close().expect("our own files");
         let swapper = directory.open(&options);
         assert_eq!(swapper.stats().expect("ours").entries, ENTRIES as usize);

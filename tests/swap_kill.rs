@@ -32,30 +32,38 @@ fn block_of(pool: &Pool, bytes: &[u8]) -> Block {
     block
 }
 
-/// Writes, replaces and deletes until it is killed, and says each time what is sure to be there now: of a key, the
-/// version, 0 where it was deleted.
+/// What a process tells of a key in a version, in three numbers: this is the last.
+const WRITTEN: u64 = 0;
+const DELETED: u64 = 1;
+const DELETING: u64 = 2;
+const LINE: usize = 24;
+
+/// Writes, replaces and deletes until it is killed, and tells what is sure to be so from then on.
 fn work(swapper: &Swapper, pool: &Pool, first: u64, mut told: std::fs::File) -> ! {
     let mut random = Random::new(first + 1);
     let mut version = first;
+    let mut tell = |key: usize, version: u64, what| {
+        let line = [key as u64, version, what].map(u64::to_le_bytes).concat();
+        told.write_all(&line).expect("the parent listens");
+    };
     loop {
-        let tickets: Vec<_> = (0..4)
-            .map(|_| {
-                let key = random.below(KEYS);
-                version += 1;
-                if random.below(5) == 0
-                    && let Ok(ticket) = swapper.delete(&key.to_string())
-                {
-                    return (ticket, key, version, true);
-                }
+        let mut tickets = Vec::new();
+        for _ in 0..4 {
+            let (key, name) = (random.below(KEYS), random.below(KEYS).to_string());
+            version += 1;
+            if random.below(5) == 0 && swapper.describe(&name).is_ok() {
+                let key = name.parse().expect("a number");
+                tell(key, version, DELETING);
+                tickets.push((swapper.delete(&name).expect("on its way"), key, version, DELETED));
+            } else {
                 let block = Arc::new(block_of(pool, &value(key, version)));
                 let ticket = swapper.write(&key.to_string(), &version.to_string(), block).expect("room");
-                (ticket, key, version, false)
-            })
-            .collect();
-        for (ticket, key, version, is_deletion) in tickets {
+                tickets.push((ticket, key, version, WRITTEN));
+            }
+        }
+        for (ticket, key, version, what) in tickets {
             ticket.wait().expect("nothing fails here");
-            let line = [key as u64, version, u64::from(is_deletion)].map(u64::to_le_bytes).concat();
-            told.write_all(&line).expect("the parent listens");
+            tell(key, version, what);
         }
     }
 }
@@ -102,7 +110,7 @@ fn kill_and_look(directory: &Directory, options: &SwapOptions, round: usize) -> 
     drop(writer);
     // At any moment from the first record on: after so many lines, and a little.
     let mut random = Random::new(round as u64 + 7);
-    let mut lines = vec![0; 24 * (1 + random.below(20))];
+    let mut lines = vec![0; LINE * (1 + random.below(20))];
     reader.read_exact(&mut lines).expect("the child tells so much");
     (0..random.below(3000)).for_each(|_| std::hint::spin_loop());
     // SAFETY: a child of ours, which nobody has waited for.
@@ -113,42 +121,35 @@ fn kill_and_look(directory: &Directory, options: &SwapOptions, round: usize) -> 
     assert!(libc::WIFSIGNALED(status) && libc::WTERMSIG(status) == libc::SIGKILL, "the child failed: {status:#x}");
     reader.read_to_end(&mut lines).expect("what it told before");
     look(directory, options, &lines);
-    lines.len() / 24
+    lines.len() / LINE
 }
 
-/// What was told is there, or something newer; and everything that is there is whole.
+/// What was told is there, or something newer, and everything that is there is whole.
 fn look(directory: &Directory, options: &SwapOptions, lines: &[u8]) {
     let number = |bytes: &[u8]| u64::from_le_bytes(bytes.try_into().expect("eight bytes"));
-    let mut sure = [None; KEYS];
-    for line in lines.chunks_exact(24) {
-        sure[number(&line[..8]) as usize] = Some((number(&line[8..16]), line[16] == 1));
+    let (mut written, mut deleted, mut deleting) = ([0; KEYS], [0; KEYS], [0; KEYS]);
+    for line in lines.chunks_exact(LINE) {
+        let (key, version) = (number(&line[..8]) as usize, number(&line[8..16]));
+        match number(&line[16..]) {
+            WRITTEN => written[key] = version,
+            DELETED => deleted[key] = version,
+            _ => deleting[key] = version,
+        }
     }
     let (pool, swapper) = (pool(4 << 20), directory.reopen(options));
     let mut room = 0;
-    for (key, sure) in sure.iter().enumerate() {
+    for key in 0..KEYS {
         let name = key.to_string();
         let Ok((label, len)) = swapper.describe(&name) else {
-            // It was never written, or deleted: maybe by what was under way, which is four operations at most.
+            assert!(written[key] <= deleting[key], "{name} was {}, is gone, and was not deleted", written[key]);
             continue;
         };
         let version: u64 = label.parse().expect("a version");
         let bytes = get(&swapper, &pool, &name).unwrap_or_else(|error| panic!("{name} in version {version}: {error}"));
         assert!(bytes.len() == len && bytes == value(key, version), "{name} is not that of version {version}");
+        assert!(version >= written[key], "{name} was {}, and is {version}", written[key]);
+        assert!(version > deleted[key], "{name} was deleted at {}, and is {version}", deleted[key]);
         room += len.next_multiple_of(UNIT);
-        match *sure {
-            Some((told, true)) => assert!(version > told, "{name} was deleted at {told}, and is {version}"),
-            Some((told, false)) => assert!(version >= told, "{name} was {told}, and is {version}"),
-            None => {}
-        }
-    }
-    for (key, sure) in sure.iter().enumerate() {
-        if let Some((told, false)) = *sure
-            && swapper.describe(&key.to_string()).is_err()
-        {
-            // Only a later deletion explains it, and those that were under way came after what was told last.
-            let last = lines.chunks_exact(24).last().map_or(0, |line| number(&line[8..16]));
-            assert!(told + 8 > last || last > told, "{key} was {told}, and is gone");
-        }
     }
     assert_eq!(swapper.stats().expect("ours").stored_bytes, room, "nothing else takes room");
     swapper.close().expect("our own files");

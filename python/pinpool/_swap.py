@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 class Ticket:
     """A write or a read under way. It goes on when the ticket is dropped, and keeps its memory until its end.
 
-    Made by a `Swapper`. Besides `wait`, a ticket can be awaited in an asyncio program: `value = await ticket`.
+    Made by a `Swapper`. Besides `wait`, a ticket can be awaited in an asyncio program: `value = await ticket`. The
+    failure of a write whose ticket was dropped is raised by the swapper's next `flush()` or `close()`.
 
     >>> import tempfile
     >>> from pinpool import PinnedPool, Swapper
@@ -176,7 +177,8 @@ class Swapper:
         The key is replaced whole or not at all, when the ticket is done.
 
         ValueError, TypeError: memory that is not fit, named with the reason; or the swapper is closed. OSError: there
-        is no room (ENOSPC), or RLIMIT_FSIZE is too small for the file (EFBIG). With `copy`, also what
+        is no room (ENOSPC), or RLIMIT_FSIZE is too small for the file (EFBIG). What the disk refuses later is raised by
+        `wait()` of the ticket. With `copy`, also what
         `PinnedPool.empty` raises.
         """
         kind = kind_of(obj)
@@ -230,11 +232,12 @@ class Swapper:
     def _read_pool(self) -> PinnedPool:
         return self._pool if self._pool is not None else default_pool()
 
-    def prefetch(self, keys: Iterable[str], *, ahead: int = 2) -> Iterator[Any]:
+    def prefetch(self, keys: Iterable[str], *, ahead: int = 2, timeout: float | None = 0) -> Iterator[Any]:
         """Read values in the order of their keys, some ahead of the one that is used.
 
         `ahead`: how many reads are under way, or done and not used, at a time; as many values are in memory, and the
-        one in use. The first ones begin at once, at the call. Each value raises what `read` and `wait` raise of it.
+        one in use. The first ones begin at once, at the call. `timeout`: seconds to wait for memory, as in `read`. Each
+        value raises what `read` and `wait` raise of it.
 
         >>> import tempfile
         >>> from pinpool import PinnedPool, Swapper
@@ -248,15 +251,15 @@ class Swapper:
         if ahead < 1:
             raise ValueError(f"invalid ahead: {ahead}; at least one read is under way at a time")
         rest = iter(keys)
-        tickets = deque(self.read(key) for key in islice(rest, ahead))
-        return self._prefetched(rest, tickets)
+        tickets = deque(self.read(key, timeout=timeout) for key in islice(rest, ahead))
+        return self._prefetched(rest, tickets, timeout)
 
-    def _prefetched(self, rest: Iterator[str], tickets: deque[Ticket]) -> Iterator[Any]:
+    def _prefetched(self, rest: Iterator[str], tickets: deque[Ticket], timeout: float | None) -> Iterator[Any]:
         while tickets:
             value = tickets.popleft().wait()
             following = next(rest, None)
             if following is not None:
-                tickets.append(self.read(following))
+                tickets.append(self.read(following, timeout=timeout))
             yield value
             del value  # or its memory would be kept while the next one is waited for
 
@@ -286,7 +289,10 @@ class Swapper:
         return self.stats()["entries"]
 
     def flush(self) -> None:
-        """Make everything that is done survive a loss of power (fdatasync of both files)."""
+        """Make everything that is done survive a loss of power (fdatasync of both files).
+
+        Raises also the first failure of a write whose ticket was dropped, as its `wait()` would have.
+        """
         self._store.flush()
 
     def trim(self) -> int:
@@ -304,7 +310,8 @@ class Swapper:
     def close(self) -> None:
         """Wait for everything that was begun, and let go of the store. A second call does nothing.
 
-        Ctrl-C ends the wait; call it again then. A swapper that is dropped instead finishes what was begun by itself,
+        Raises the first failure of a write whose ticket was dropped; the store is closed all the same. Ctrl-C ends the
+        wait; call it again then. A swapper that is dropped instead finishes what was begun by itself,
         if the process lives long enough.
         """
         self._store.close()

@@ -7,6 +7,7 @@ use super::in_flight::Known;
 use super::inner::Inner;
 use super::pending::{Candidate, Queue};
 use super::record::{Record, Return, Unpinning};
+use crate::driver::Event;
 use crate::error::{Error, Result};
 use crate::pinned::{Pinned, Released};
 use crate::region::Progress;
@@ -47,6 +48,10 @@ impl Inner {
         if record.is_spent() && !must_wait {
             let _ = self.dispose(&[record]); // what the system refuses is counted as leaked
             return self.announce();
+        }
+        if !must_wait && !record.is_unpinned() {
+            self.poison(&record); // what used it has ended this very moment
+            return self.restock(record);
         }
         self.store().pending.add(record);
         if self.cache.check_open().is_err() {
@@ -154,6 +159,23 @@ impl Inner {
             let _ = self.dispose(&useless); // what the system refuses is counted as leaked
         }
         restocked
+    }
+
+    /// A hold on a block has ended. If the block came back meanwhile, and nothing else uses it, it is at hand again: no
+    /// event is asked.
+    pub(super) fn end_hold(&self, record: &Arc<Record>, event: &Arc<dyn Event>) {
+        record.end_flight(event);
+        if record.is_in_flight() || record.is_unpinned() || record.is_spent() {
+            return;
+        }
+        let mut store = self.store();
+        let waiting = store.pending.find(record);
+        let is_back = waiting.is_some_and(|waiting| store.pending.take(&waiting));
+        drop(store);
+        if is_back {
+            self.poison(record);
+            self.restock(Arc::clone(record));
+        }
     }
 
     /// Puts a whole block that was counted as returned into the cache.

@@ -423,7 +423,7 @@ impl Drop for Hold {
     fn drop(&mut self) {
         self.ended.0.store(true, Ordering::Release);
         if self.found.pool.check_process().is_ok() {
-            self.found.record.end_flight(&self.event);
+            self.found.pool.end_hold(&self.found.record, &self.event);
         }
     }
 }

@@ -21,6 +21,8 @@ pub(super) struct Pending {
     lines: BTreeMap<Queue, BTreeMap<(u64, Stay), Arc<Record>>>,
     /// What is in no line, in the order in which it came.
     others: BTreeMap<Stay, Arc<Record>>,
+    /// Where each block is, by its address.
+    places: BTreeMap<usize, (Option<Place>, Stay)>,
     stays: Stay,
     /// Whose turn it is among the others.
     next: Stay,
@@ -47,7 +49,9 @@ impl Pending {
     pub(super) fn add(&mut self, record: Arc<Record>) {
         self.bytes += record.len;
         self.stays += 1;
-        match record.place() {
+        let place = record.place();
+        self.places.insert(record.address, (place, self.stays));
+        match place {
             Some(Place { queue, number }) => {
                 self.lines.entry(queue).or_default().insert((number, self.stays), record);
             }
@@ -63,7 +67,10 @@ impl Pending {
             Some(place) => self.take_from_line(place, waiting.stay),
             None => self.others.remove(&waiting.stay),
         };
-        self.bytes -= taken.as_ref().map_or(0, |record| record.len);
+        if let Some(record) = &taken {
+            self.bytes -= record.len;
+            self.places.remove(&record.address);
+        }
         taken.is_some()
     }
 
@@ -74,6 +81,12 @@ impl Pending {
             self.lines.remove(&queue);
         }
         taken
+    }
+
+    /// A block that is here.
+    pub(super) fn find(&self, record: &Arc<Record>) -> Option<Candidate> {
+        let &(place, stay) = self.places.get(&record.address)?;
+        Some(Candidate { record: Arc::clone(record), place, stay })
     }
 
     pub(super) fn queues(&self) -> Vec<Queue> {

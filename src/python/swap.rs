@@ -89,7 +89,8 @@ impl SwapStore {
 
     /// Make everything that is done survive a loss of power.
     fn flush(&self, py: Python<'_>) -> PyResult<()> {
-        Ok(py.detach(|| self.swapper.flush())?)
+        py.detach(|| self.swapper.flush())?;
+        self.raise_unheard()
     }
 
     /// Give free room back to the file system, and return how many bytes that were.
@@ -99,7 +100,8 @@ impl SwapStore {
 
     /// Wait for everything that was begun, and close the store.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
-        detached(py, |_, _, _| Ok(()), |progress| self.swapper.close_within(progress))
+        detached(py, |_, _, _| Ok(()), |progress| self.swapper.close_within(progress))?;
+        self.raise_unheard()
     }
 
     /// Whether it was closed.
@@ -147,6 +149,12 @@ impl SwapStore {
         dict.set_item("direct_reason", stats.direct_reason)?;
         dict.set_item("fixed_reason", stats.fixed_reason)?;
         Ok(dict)
+    }
+}
+
+impl SwapStore {
+    fn raise_unheard(&self) -> PyResult<()> {
+        self.swapper.take_unheard().map_or(Ok(()), |failure| Err(PyErr::from(&*failure)))
     }
 }
 

@@ -66,7 +66,7 @@ impl Data {
                 "the store may hold {limit} bytes (max_bytes), {used} are taken, and {padded} more are needed: a new \
                  value is written before the old one goes; delete entries, or raise max_bytes"
             );
-            Error::Storage { call: "making room in", file: self.path.clone(), place: None, code: os::FULL, help }
+            Error::Storage { call: "allocation", file: self.path.clone(), place: None, code: os::FULL, help }
         })?;
         check_size(&self.path, claim.end() as u64)?;
         self.grow(claim.end())?;

@@ -267,7 +267,7 @@ impl Swapper {
         check_text("label", label)?;
         let operation = Operation::new(key.into(), Action::Write(label.into()), memory);
         self.store.begin_write(&operation)?;
-        Ok(Ticket::new(operation))
+        Ok(Ticket::new(operation, &self.store.unheard))
     }
 
     /// Begins to read an entry into a block of its size. The block comes back by [`Ticket::take_block`].
@@ -296,7 +296,7 @@ impl Swapper {
         self.check_process()?;
         let operation = Operation::new(key.into(), Action::Read, memory);
         self.store.begin_read(&operation)?;
-        Ok(Ticket::new(operation))
+        Ok(Ticket::new(operation, &self.store.unheard))
     }
 
     /// Begins to delete an entry. Its room is free for others when the reads of it that are under way are done.
@@ -307,7 +307,7 @@ impl Swapper {
         self.check_process()?;
         let operation = Operation::delete(key.into());
         self.store.begin_delete(&operation)?;
-        Ok(Ticket::new(operation))
+        Ok(Ticket::new(operation, &self.store.unheard))
     }
 
     /// The label and the size of what [`read`](Self::read) would read.
@@ -393,6 +393,13 @@ impl Swapper {
     pub fn stats(&self) -> Result<Stats> {
         self.check_process()?;
         Ok(self.store.stats())
+    }
+
+    /// The first failure of a write or a deletion whose ticket was dropped without anybody hearing of it, since the last
+    /// time that this was asked.
+    pub fn take_unheard(&self) -> Option<Arc<Error>> {
+        self.check_process().ok()?;
+        self.store.unheard.take()
     }
 
     /// The store's directory.

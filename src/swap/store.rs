@@ -12,7 +12,7 @@ use super::fixed::FixedBuffers;
 use super::index::{Index, storage};
 use super::meter::Meter;
 use super::queue::Queue;
-use super::ticket::{Action, Operation};
+use super::ticket::{Action, Operation, Unheard};
 use super::transfer::{Next, Piece, Transfer};
 
 use super::{Checked, Engine, Inject, Stats, lock, threads};
@@ -31,6 +31,8 @@ pub(super) struct Store {
     writes: Mutex<Meter>,
     reads: Mutex<Meter>,
     pub(super) fixed: OnceLock<Arc<FixedBuffers>>,
+    /// Of tickets that were dropped.
+    pub(super) unheard: Arc<Unheard>,
     bounces: AtomicUsize,
     bounced_bytes: AtomicUsize,
     block_bytes: usize,
@@ -82,6 +84,7 @@ impl Store {
             writes: Mutex::default(),
             reads: Mutex::default(),
             fixed: OnceLock::new(),
+            unheard: Arc::default(),
             bounces: AtomicUsize::new(0),
             bounced_bytes: AtomicUsize::new(0),
             block_bytes,

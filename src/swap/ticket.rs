@@ -2,6 +2,7 @@
 
 use std::ops::{ControlFlow, Range};
 use std::os::fd::RawFd;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -139,6 +140,8 @@ pub(super) struct Operation {
     pub(super) len: usize,
     keep: Mutex<Keep>,
     outcome: OnceLock<Outcome>,
+    /// Set when the ticket is gone and nobody has heard of the outcome: where a failure goes.
+    abandoned: OnceLock<Arc<Unheard>>,
     /// Readable once the operation is done, for those who wait for several things.
     watchers: Mutex<Vec<Arc<EventFd>>>,
     done: Condvar,
@@ -147,12 +150,20 @@ pub(super) struct Operation {
 impl Operation {
     pub(super) fn new(key: Arc<str>, action: Action, memory: Memory) -> Arc<Self> {
         let Memory { address, len, keep } = memory;
-        let (keep, outcome) = (Mutex::new(keep), OnceLock::new());
-        Arc::new(Self { key, action, address, len, keep, outcome, watchers: Mutex::default(), done: Condvar::new() })
+        let (keep, outcome, abandoned) = (Mutex::new(keep), OnceLock::new(), OnceLock::new());
+        let (watchers, done) = (Mutex::default(), Condvar::new());
+        Arc::new(Self { key, action, address, len, keep, outcome, abandoned, watchers, done })
     }
 
     pub(super) fn delete(key: Arc<str>) -> Arc<Self> {
         Self::new(key, Action::Delete, Memory::nothing())
+    }
+
+    /// Keeps the failure of an operation whose ticket is gone for whoever asks the swapper.
+    fn tell_of_failure(&self) {
+        if let (Some(unheard), Some(Err(failure))) = (self.abandoned.get(), self.outcome.get()) {
+            lock(&unheard.0).get_or_insert_with(|| Arc::clone(failure));
+        }
     }
 
     /// The kernel is done with the memory: lets go of it, and tells everybody. A block that was read into stays for
@@ -164,6 +175,7 @@ impl Operation {
         drop(keep);
         drop(kept);
         let _ = self.outcome.set(outcome);
+        self.tell_of_failure();
         let watchers = std::mem::take(&mut *lock(&self.watchers));
         self.done.notify_all();
         for watcher in watchers {
@@ -172,20 +184,35 @@ impl Operation {
     }
 }
 
+/// The first failure that nobody has heard of.
+#[derive(Debug, Default)]
+pub(super) struct Unheard(Mutex<Option<Arc<Error>>>);
+
+impl Unheard {
+    pub(super) fn take(&self) -> Option<Arc<Error>> {
+        lock(&self.0).take()
+    }
+}
+
 fn take(keep: &mut Keep) -> Keep {
     std::mem::replace(keep, Keep::Nothing)
 }
 
-/// A write, a read or a deletion that was begun. It goes on when this is dropped.
+/// A write, a read or a deletion that was begun. It goes on when this is dropped; the failure of a write or a deletion
+/// then is for [`Swapper::take_unheard`](super::Swapper::take_unheard).
 #[derive(Debug)]
 pub struct Ticket {
     operation: Arc<Operation>,
+    unheard: Arc<Unheard>,
+    /// Somebody has been told of the outcome.
+    is_heard: AtomicBool,
     fork_generation: u64,
 }
 
 impl Ticket {
-    pub(super) fn new(operation: Arc<Operation>) -> Self {
-        Self { operation, fork_generation: os::fork_generation() }
+    pub(super) fn new(operation: Arc<Operation>, unheard: &Arc<Unheard>) -> Self {
+        let (unheard, is_heard) = (Arc::clone(unheard), AtomicBool::new(false));
+        Self { operation, unheard, is_heard, fork_generation: os::fork_generation() }
     }
 
     /// What the operation concerns.
@@ -221,6 +248,7 @@ impl Ticket {
         let deadline = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
         loop {
             if let Some(outcome) = outcome.get() {
+                self.is_heard.store(true, Ordering::Relaxed);
                 return Ok(Some(outcome.clone()));
             }
             self.check_process()?;
@@ -269,6 +297,16 @@ impl Ticket {
 
     fn check_process(&self) -> Result<()> {
         if self.fork_generation == os::fork_generation() { Ok(()) } else { Err(Error::SwapperForked) }
+    }
+}
+
+impl Drop for Ticket {
+    fn drop(&mut self) {
+        let concerns_nobody = matches!(self.operation.action, Action::Read) || *self.is_heard.get_mut();
+        if !concerns_nobody && self.check_process().is_ok() {
+            let _ = self.operation.abandoned.set(Arc::clone(&self.unheard));
+            self.operation.tell_of_failure();
+        }
     }
 }
 

@@ -359,7 +359,7 @@ def test_a_full_pool_tells_what_is_pending_and_for_how_long():
     error = caught.value
     assert (error.wanted, error.limit, error.allocated, error.pending) == (MIB, 3 * MIB, live.nbytes, 2 * MIB)
     assert (error.cached, type(error.oldest), error.oldest >= 0) == (0, float, True)
-    assert f"pending {2 * MIB} (device work, the oldest " in str(error)
+    assert f"pending {2 * MIB} (device work or transfers, the oldest " in str(error)
 
 
 # What an event is, and how it is asked
