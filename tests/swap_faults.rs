@@ -52,6 +52,24 @@ fn a_write_that_the_disk_refuses_leaves_the_old_value() {
 }
 
 #[test]
+fn a_failure_is_kept_for_whoever_asks_when_its_ticket_is_gone() {
+    for options in engines() {
+        let (directory, pool) = (Directory::new(), pool(MIB));
+        let inject = asks(|is_write, _, _| is_write.then_some(Fault::Refusal(libc::EIO)));
+        let swapper = directory.open(&SwapOptions { inject: Some(inject), ..options.clone() });
+        let begin = |key: &str| swapper.write(key, "", Arc::new(block(&pool, LEN, 1))).expect("room");
+        begin("heard").wait().expect_err("a fault");
+        assert!(swapper.take_unheard().is_none(), "it was told of");
+        drop(begin("first"));
+        drop(begin("second"));
+        swapper.close().expect("its own files are fine");
+        let unheard = swapper.take_unheard().expect("two were dropped");
+        assert!(unheard.to_string().contains("\"first\""), "{unheard}");
+        assert!(swapper.take_unheard().is_none(), "once");
+    }
+}
+
+#[test]
 fn nothing_of_a_transfer_is_moved_after_it_has_failed() {
     // One piece at a time: the others of a transfer still wait when the first has failed.
     for options in engines_and_ways() {

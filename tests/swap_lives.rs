@@ -66,6 +66,7 @@ fn a_block_that_was_dropped_is_not_handed_out_before_the_transfer_is_done() {
             for ticket in &tickets {
                 ticket.wait().expect("the memory is still there");
             }
+            assert_eq!(stats(&pool).pending_bytes, 0, "they are at hand, and nobody had to ask");
             check(&swapper, &pool, "new", LEN, 2);
             let taken: Vec<_> = std::iter::from_fn(|| pool.take(LEN).ok()).collect();
             assert!(places.iter().all(|place| taken.iter().any(|block| address(block) == *place)), "they are free");
