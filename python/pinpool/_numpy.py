@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pinpool._pinpool import PinnedArray, PinnedPool
+from pinpool._pinpool import PinnedArray, PinnedPool, is_element_type
 
 
 def as_array(array: PinnedArray, dtype: npt.DTypeLike | None, copy: bool | None) -> npt.NDArray[Any]:
@@ -44,12 +44,21 @@ class _Arrays:
     name = "numpy"
 
     def layout(self, obj: npt.NDArray[Any]) -> tuple[str, tuple[int, ...]]:
-        return obj.dtype.name, obj.shape
+        if isinstance(obj, np.ma.MaskedArray):
+            raise TypeError("cannot swap a masked array: its mask would be lost; swap its data and its mask")
+        name = obj.dtype.name
+        if not is_element_type(name) or obj.dtype.newbyteorder("=") != _numpy_dtype(name):
+            raise TypeError(f"cannot swap an array of dtype {obj.dtype}: a pool has no such arrays")
+        return name, obj.shape
 
     def misfit(self, obj: npt.NDArray[Any]) -> str | None:
         if not obj.dtype.isnative:
             return "its dtype is of foreign byte order"
         return None if obj.flags.c_contiguous else "its elements do not lie in row-major order"
+
+    def check_target(self, into: npt.NDArray[Any]) -> None:
+        if not into.flags.writeable:
+            raise ValueError("cannot read into this array: it is read-only")
 
     def empty(self, pool: PinnedPool, shape: tuple[int, ...], dtype: str, timeout: float | None) -> npt.NDArray[Any]:
         return np.asarray(pool.empty(shape, dtype, timeout=timeout))

@@ -550,5 +550,8 @@ class SwapWatch:
     def fileno(self) -> int:
         """Tell its number."""
 
+def is_element_type(name: str) -> bool:
+    """Tell whether a pool makes arrays of a dtype of this name."""
+
 def swap_misfit(obj: object, target: bool) -> str | None:
     """Tell why the bytes of an object cannot be transferred as they are; None: they can. `target`: to be read into."""

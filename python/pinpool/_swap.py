@@ -84,6 +84,7 @@ class Ticket:
                 await ended.wait()
             finally:
                 loop.remove_reader(watch.fileno())
+                del watch  # closed now, even if the exception of a cancelled wait lives on
         return self.wait()
 
     def __repr__(self) -> str:
@@ -216,6 +217,7 @@ class Swapper:
             value = kind.empty(self._read_pool(), shape, dtype, timeout)
             return Ticket(self._store.read(key, value), key, value)
         into_kind = kind_of(into)
+        into_kind.check_target(into)
         if into_kind.layout(into) not in ((dtype, shape), ("uint8", (nbytes,))):
             found = " of shape ".join(map(str, into_kind.layout(into)))
             raise ValueError(f"{key!r} is {dtype} of shape {shape}, and cannot be read into {found}")
@@ -236,8 +238,8 @@ class Swapper:
         """Read values in the order of their keys, some ahead of the one that is used.
 
         `ahead`: how many reads are under way, or done and not used, at a time; as many values are in memory, and the
-        one in use. The first ones begin at once, at the call. `timeout`: seconds to wait for memory, as in `read`. Each
-        value raises what `read` and `wait` raise of it.
+        one in use, and the one before where a loop's variable still has it. The first reads begin at once, at the call.
+        `timeout`: seconds to wait for memory, as in `read`. What `read` and `wait` raise is raised in its turn.
 
         >>> import tempfile
         >>> from pinpool import PinnedPool, Swapper
@@ -251,15 +253,25 @@ class Swapper:
         if ahead < 1:
             raise ValueError(f"invalid ahead: {ahead}; at least one read is under way at a time")
         rest = iter(keys)
-        tickets = deque(self.read(key, timeout=timeout) for key in islice(rest, ahead))
+        tickets = deque(self._begun(key, timeout) for key in islice(rest, ahead))
         return self._prefetched(rest, tickets, timeout)
 
-    def _prefetched(self, rest: Iterator[str], tickets: deque[Ticket], timeout: float | None) -> Iterator[Any]:
+    def _begun(self, key: str, timeout: float | None) -> Ticket | Exception:
+        try:
+            return self.read(key, timeout=timeout)
+        except Exception as refusal:  # raised in its turn, behind the values before it
+            return refusal
+
+    def _prefetched(
+        self, rest: Iterator[str], tickets: deque[Ticket | Exception], timeout: float | None
+    ) -> Iterator[Any]:
         while tickets:
-            value = tickets.popleft().wait()
-            following = next(rest, None)
-            if following is not None:
-                tickets.append(self.read(following, timeout=timeout))
+            ticket = tickets.popleft()
+            if isinstance(ticket, Exception):
+                raise ticket
+            value = ticket.wait()
+            del ticket
+            tickets.extend(self._begun(key, timeout) for key in islice(rest, 1))
             yield value
             del value  # or its memory would be kept while the next one is waited for
 

@@ -25,6 +25,9 @@ class Kind(Protocol):
     def misfit(self, obj: Value) -> str | None:
         """Tell why the bytes of a value, in their order, are not its elements in row-major order; None: they are."""
 
+    def check_target(self, into: Value) -> None:
+        """Raise ValueError for what nobody may write to."""
+
     def empty(self, pool: PinnedPool, shape: tuple[int, ...], dtype: str, timeout: float | None) -> Value:
         """Make a value in pool memory."""
 
@@ -43,6 +46,15 @@ class _Memory:
     def misfit(self, obj: Value) -> str | None:
         contiguous = isinstance(obj, PinnedArray) or memoryview(obj).c_contiguous
         return None if contiguous else "its elements do not lie in row-major order"
+
+    def check_target(self, into: Value) -> None:
+        if isinstance(into, PinnedArray):
+            return
+        view = memoryview(into)
+        if view.readonly:
+            raise ValueError("cannot read into this memory: it is read-only")
+        if not view.c_contiguous:
+            raise ValueError("cannot read into this memory: its elements do not lie in row-major order")
 
     def empty(self, pool: PinnedPool, shape: tuple[int, ...], dtype: str, timeout: float | None) -> Value:
         return pool.empty(shape, dtype, timeout=timeout)

@@ -69,6 +69,12 @@ pub(super) fn timeout(seconds: Option<f64>) -> PyResult<Option<Duration>> {
     Ok(Duration::try_from_secs_f64(seconds).ok()) // more than can be counted is for ever
 }
 
+/// Tell whether a pool makes arrays of a dtype of this name.
+#[pyfunction]
+pub(crate) fn is_element_type(name: &str) -> bool {
+    ElementType::from_name(name).is_ok()
+}
+
 /// The element type that a name, a numpy dtype or a torch dtype stands for.
 fn element_type(dtype: &Bound<'_, PyAny>) -> PyResult<&'static ElementType> {
     /// Dtypes that were seen before, kept alive so that their addresses name them. Most are singletons of their package.

@@ -66,6 +66,8 @@ mod _pinpool {
     #[pymodule_export]
     use super::WrittenAfterReleaseError;
     #[pymodule_export]
+    use super::argument::is_element_type;
+    #[pymodule_export]
     use super::array::PinnedArray;
     #[pymodule_export]
     use super::device_work::{defer, is_pool_memory, record_stream};

@@ -281,7 +281,7 @@ impl Ticket {
             watchers.push(Arc::clone(&event));
         }
         drop(watchers);
-        Ok(Watch { event })
+        Ok(Watch { operation: Arc::clone(&self.operation), event, fork_generation: self.fork_generation })
     }
 
     /// The block that was read into, once the read has ended well. The first to ask gets it.
@@ -313,7 +313,17 @@ impl Drop for Ticket {
 /// See [`Ticket::watch`].
 #[derive(Debug)]
 pub struct Watch {
+    operation: Arc<Operation>,
     event: Arc<EventFd>,
+    fork_generation: u64,
+}
+
+impl Drop for Watch {
+    fn drop(&mut self) {
+        if self.fork_generation == os::fork_generation() {
+            lock(&self.operation.watchers).retain(|watcher| !Arc::ptr_eq(watcher, &self.event));
+        }
+    }
 }
 
 impl Watch {

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from pinpool._pinpool import is_element_type
 from pinpool.torch._tensors import empty, extent, is_odd
 
 if TYPE_CHECKING:
@@ -18,7 +19,10 @@ class _Tensors:
     def layout(self, obj: torch.Tensor) -> tuple[str, tuple[int, ...]]:
         if obj.is_meta or is_odd(obj):
             raise TypeError(f"cannot swap {extent(obj)}")
-        return str(obj.dtype).removeprefix("torch."), tuple(obj.shape)
+        name = str(obj.dtype).removeprefix("torch.")
+        if not is_element_type(name):
+            raise TypeError(f"cannot swap a tensor of dtype {obj.dtype}: a pool has no such tensors")
+        return name, tuple(obj.shape)
 
     def misfit(self, obj: torch.Tensor) -> str | None:
         if obj.device.type != "cpu":
@@ -26,6 +30,9 @@ class _Tensors:
         if obj.is_conj() or obj.is_neg():
             return "its values are the conjugates, or negatives, of what lies in memory"
         return None if obj.is_contiguous() else "its elements do not lie in row-major order"
+
+    def check_target(self, into: torch.Tensor) -> None:
+        """Any tensor may be written to."""
 
     def empty(self, pool: PinnedPool, shape: tuple[int, ...], dtype: str, timeout: float | None) -> torch.Tensor:
         return empty(pool, shape, getattr(torch, dtype), timeout=timeout)
