@@ -5,7 +5,7 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::Duration;
 
 use super::lock;
-use super::transfer::{Piece, Transfer};
+use super::transfer::{Digest, Piece, Transfer};
 use crate::os::EventFd;
 
 /// A step for the engine.
@@ -23,7 +23,9 @@ pub(super) struct Queue {
     state: Mutex<State>,
     /// There is work, or there will be no more.
     work: Condvar,
-    /// The same, for an engine that sleeps in the kernel.
+    /// There are digests to be made, or there will be no more.
+    digests: Condvar,
+    /// There is work, for an engine that sleeps in the kernel.
     pub(super) bell: Option<EventFd>,
     /// Nothing is under way any more.
     idle: Condvar,
@@ -34,6 +36,7 @@ struct State {
     /// The rests of pieces.
     rests: VecDeque<Piece>,
     begun: VecDeque<Arc<Transfer>>,
+    digests: VecDeque<Digest>,
     /// Operations that were accepted and have not ended.
     unfinished: usize,
     closing: bool,
@@ -41,7 +44,7 @@ struct State {
 
 impl Queue {
     pub(super) fn new(bell: Option<EventFd>) -> Self {
-        Self { state: Mutex::default(), work: Condvar::new(), bell, idle: Condvar::new() }
+        Self { state: Mutex::default(), work: Condvar::new(), digests: Condvar::new(), bell, idle: Condvar::new() }
     }
 
     /// Counts an operation in. False: the queue is closing.
@@ -79,6 +82,26 @@ impl Queue {
         self.wake_one();
     }
 
+    /// Leaves a digest to the threads that make some.
+    pub(super) fn digest_later(&self, digest: Digest) {
+        lock(&self.state).digests.push_back(digest);
+        self.digests.notify_one();
+    }
+
+    /// The next digest, when there is one; `None`: there will be no more.
+    pub(super) fn wait_digest(&self) -> Option<Digest> {
+        let mut state = lock(&self.state);
+        loop {
+            if let Some(digest) = state.digests.pop_front() {
+                return Some(digest);
+            }
+            if state.is_over() {
+                return None;
+            }
+            state = self.digests.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
     /// Nothing more is admitted.
     pub(super) fn close(&self) {
         lock(&self.state).closing = true;
@@ -94,6 +117,7 @@ impl Queue {
 
     fn wake_all(&self) {
         self.work.notify_all();
+        self.digests.notify_all();
         self.ring();
     }
 

@@ -13,11 +13,14 @@ use super::index::{Index, storage};
 use super::meter::Meter;
 use super::queue::Queue;
 use super::ticket::{Action, Operation, Unheard};
-use super::transfer::{Next, Piece, Transfer};
+use super::transfer::{Digest, Next, Piece, Transfer};
 
 use super::{Checked, Engine, Inject, Stats, lock, threads};
 use crate::error::{Error, Result};
 use crate::os::{self, EventFd};
+
+/// The digest of so many bytes is made sooner than another thread wakes up.
+const SMALL: usize = 64 << 10;
 
 /// See the module.
 #[derive(Debug)]
@@ -190,8 +193,26 @@ impl Store {
 
     /// The kernel has answered.
     pub(super) fn moved(&self, piece: Piece, answer: io::Result<usize>) {
-        match piece.moved(answer, &self.data.path) {
+        self.go_on(piece.moved(answer, &self.data.path));
+    }
+
+    /// A digest is to be made: at once, or where one thread moves everything, by another.
+    pub(super) fn digest(&self, digest: Digest) {
+        if self.engine == Engine::IoUring && digest.len() > SMALL {
+            self.queue.digest_later(digest);
+        } else {
+            self.make_digest(digest);
+        }
+    }
+
+    pub(super) fn make_digest(&self, digest: Digest) {
+        self.go_on(digest.make());
+    }
+
+    fn go_on(&self, next: Next) {
+        match next {
             Next::Again(rest) => self.queue.again(rest),
+            Next::Digest(digest) => self.digest(digest),
             Next::Nothing => {}
             Next::Finish(transfer) => self.finish_transfer(&transfer),
         }

@@ -35,7 +35,11 @@ fn run(store: &Store) {
             Work::Move(mut piece) => {
                 store.tamper(&mut piece);
                 let answer = transfer(store, &piece);
+                let digest = piece.take_digest();
                 store.moved(piece, answer);
+                if let Some(digest) = digest {
+                    store.digest(digest);
+                }
             }
             Work::Finish(transfer) => store.finish_transfer(&transfer),
         }

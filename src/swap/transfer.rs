@@ -37,7 +37,7 @@ struct Plan {
 struct State {
     /// Pieces that were given out.
     issued: usize,
-    /// Of these, so many are under way.
+    /// Calls to the kernel, and digests, that were begun or are to come for these.
     in_flight: usize,
     failure: Option<Error>,
 }
@@ -54,6 +54,15 @@ pub(super) struct Piece {
     /// What the kernel is asked for: all of it, unless a test injects a fault.
     pub(super) asked: usize,
     refusal: Option<i32>,
+    /// Of a write, until it is handed to the kernel: its digest is to be made meanwhile.
+    digest: Option<Digest>,
+}
+
+/// The checksum of a piece, which is to be made.
+#[derive(Debug)]
+pub(super) struct Digest {
+    transfer: Arc<Transfer>,
+    number: usize,
 }
 
 /// What is to be done after a call to the kernel.
@@ -61,6 +70,8 @@ pub(super) struct Piece {
 pub(super) enum Next {
     /// The rest of the piece.
     Again(Piece),
+    /// What was read is to be checked.
+    Digest(Digest),
     /// Nothing: other pieces are to come, or under way.
     Nothing,
     /// The transfer is complete, or has failed and rests.
@@ -117,13 +128,14 @@ impl Transfer {
         }
         let number = state.issued;
         state.issued += 1;
-        state.in_flight += 1;
+        state.in_flight += if self.is_write() { 2 } else { 1 };
         drop(state);
         let start = number * plan.block;
         let len = plan.block.min(self.operation.len - start).next_multiple_of(UNIT);
         let (address, offset, is_write) = (self.operation.address + start, plan.offsets[number], self.is_write());
         let transfer = Arc::clone(self);
-        Some(Piece { transfer, number, is_write, address, len, offset, asked: len, refusal: None })
+        let digest = is_write.then(|| Digest { transfer: Arc::clone(self), number });
+        Some(Piece { transfer, number, is_write, address, len, offset, asked: len, refusal: None, digest })
     }
 
     /// There is nothing to move.
@@ -154,13 +166,33 @@ impl Transfer {
         state.failure.take()
     }
 
-    fn piece_is_over(&self, failure: Option<Error>) -> bool {
+    /// A call to the kernel, or a digest, has ended.
+    fn one_is_over(self: Arc<Self>, failure: Option<Error>) -> Next {
         let mut state = lock(&self.state);
         state.in_flight -= 1;
         if state.failure.is_none() {
             state.failure = failure;
         }
-        state.in_flight == 0 && (state.issued == self.pieces() || state.failure.is_some())
+        let is_over = state.in_flight == 0 && (state.issued == self.pieces() || state.failure.is_some());
+        drop(state);
+        if is_over { Next::Finish(self) } else { Next::Nothing }
+    }
+}
+
+impl Digest {
+    /// Bytes to look at, or a little more.
+    pub(super) fn len(&self) -> usize {
+        self.transfer.plan.get().map_or(0, |plan| plan.block.min(self.transfer.operation.len))
+    }
+
+    /// Makes it.
+    pub(super) fn make(self) -> Next {
+        let Self { transfer, number } = self;
+        if let Some(plan) = transfer.plan.get() {
+            let digest = entry::digest(transfer.bytes_of(number, plan.block));
+            plan.digests[number].store(digest, Ordering::Relaxed); // the lock below orders it
+        }
+        transfer.one_is_over(None)
     }
 }
 
@@ -177,6 +209,11 @@ impl Piece {
             Some(Fault::Short(bytes)) => (bytes.min(self.len), None),
             Some(Fault::Refusal(code)) => (self.len, Some(code)),
         };
+    }
+
+    /// What is to be made while the kernel writes the piece.
+    pub(super) fn take_digest(&mut self) -> Option<Digest> {
+        self.digest.take()
     }
 
     /// Takes note of what the kernel answered: how many bytes it moved.
@@ -198,12 +235,10 @@ impl Piece {
             Ok(bytes) => Some(self.stopped(bytes, data)),
             Err(error) => Some(self.refused(&error, data)),
         };
-        let transfer = self.transfer;
-        if let (None, Some(plan)) = (&failure, transfer.plan.get()) {
-            let digest = entry::digest(transfer.bytes_of(self.number, plan.block));
-            plan.digests[self.number].store(digest, Ordering::Relaxed); // the lock below orders it
+        if failure.is_none() && !self.is_write {
+            return Next::Digest(Digest { transfer: self.transfer, number: self.number });
         }
-        if transfer.piece_is_over(failure) { Next::Finish(transfer) } else { Next::Nothing }
+        self.transfer.one_is_over(failure)
     }
 
     /// The kernel goes no further, and gives no reason.

@@ -2,6 +2,7 @@
 #![allow(unsafe_code)] // hands memory to the kernel
 
 use std::io;
+use std::num::NonZero;
 use std::os::fd::AsRawFd as _;
 use std::sync::Arc;
 use std::thread::{Builder, JoinHandle};
@@ -11,7 +12,7 @@ use io_uring::{IoUring, Probe, opcode, squeue, types};
 use super::fixed::FixedBuffers;
 use super::queue::Work;
 use super::store::Store;
-use super::transfer::Piece;
+use super::transfer::{Digest, Piece};
 use super::{Checked, Engine};
 use crate::error::{Error, Result};
 use crate::os;
@@ -19,6 +20,9 @@ use crate::pinned::Holder as _;
 
 /// The ring of one engine.
 pub(super) type Ring = Arc<IoUring>;
+
+/// More threads than this make no digests faster than memory is read.
+const MOST_HELPERS: usize = 4;
 
 /// The user data of the call that waits for the queue's bell.
 const BELL: u64 = u64::MAX;
@@ -70,56 +74,60 @@ fn explain(refusal: &io::Error) -> String {
     format!("io_uring_setup failed: {refusal}{why}")
 }
 
-/// Starts the engine's thread. It ends when the queue is closed and empty.
+/// Starts the engine's threads: one for the ring, and some that make digests meanwhile. They end when the queue is closed
+/// and empty.
 pub(super) fn start(ring: Ring, store: &Arc<Store>, options: &Checked) -> io::Result<Vec<JoinHandle<()>>> {
     if options.fixed_buffers {
         let _ = store.fixed.set(FixedBuffers::new(Arc::clone(&ring)));
     }
-    let engine = RingEngine { ring, store: Arc::clone(store), depth: options.queue_depth };
-    Builder::new().name("pinpool-swap".to_owned()).spawn(move || engine.run()).map(|thread| vec![thread])
+    let engine = RingEngine::new(ring, Arc::clone(store), options.queue_depth);
+    let mut threads = vec![spawn(move || engine.run())?];
+    let helpers = std::thread::available_parallelism().map_or(1, NonZero::get).min(MOST_HELPERS);
+    for _ in 0..helpers {
+        let store = Arc::clone(store);
+        threads.push(spawn(move || help(&store))?);
+    }
+    Ok(threads)
+}
+
+fn spawn(run: impl FnOnce() + Send + 'static) -> io::Result<JoinHandle<()>> {
+    Builder::new().name("pinpool-swap".to_owned()).spawn(run)
+}
+
+fn help(store: &Store) {
+    while let Some(digest) = store.queue.wait_digest() {
+        store.make_digest(digest);
+    }
 }
 
 struct RingEngine {
     ring: Ring,
     store: Arc<Store>,
-    depth: usize,
+    /// What the kernel has, by its user data.
+    slots: Box<[Option<Piece>]>,
+    free: Vec<usize>,
+    /// Of what is about to be handed to the kernel.
+    digests: Vec<Digest>,
+    hears_bell: bool,
 }
 
 impl RingEngine {
-    fn run(self) {
-        // What the kernel has, by its user data.
-        let mut slots: Vec<Option<Piece>> = (0..self.depth).map(|_| None).collect();
-        let mut free: Vec<usize> = (0..self.depth).rev().collect();
-        let mut hears_bell = false;
+    fn new(ring: Ring, store: Arc<Store>, depth: usize) -> Self {
+        let slots = (0..depth).map(|_| None).collect();
+        Self { ring, store, slots, free: (0..depth).rev().collect(), digests: Vec::new(), hears_bell: false }
+    }
+
+    fn run(mut self) {
         loop {
-            if !hears_bell {
-                self.listen();
-                hears_bell = true;
-            }
-            self.fill(&mut slots, &mut free);
-            if free.len() == self.depth && self.store.queue.is_over() {
+            self.listen();
+            self.fill();
+            if self.free.len() == self.slots.len() && self.store.queue.is_over() {
                 break;
             }
-            self.submit();
-            let mut answers = Vec::new();
-            // SAFETY: this thread alone uses the completion queue.
-            for completion in unsafe { self.ring.completion_shared() } {
-                answers.push((completion.user_data(), completion.result()));
-            }
-            let mut moved = Vec::with_capacity(answers.len());
-            for (user_data, result) in answers {
-                if user_data == BELL {
-                    self.bell().drain();
-                    hears_bell = false;
-                    continue;
-                }
-                let slot = user_data as usize;
-                free.push(slot);
-                moved.extend(slots[slot].take().map(|piece| (piece, answer(result))));
-            }
+            self.wait();
+            let moved = self.reap();
             // The kernel gets its next work before this thread looks at what it has done.
-            self.fill(&mut slots, &mut free);
-            self.hand_over();
+            self.fill();
             for (piece, answer) in moved {
                 self.store.moved(piece, answer);
             }
@@ -129,34 +137,59 @@ impl RingEngine {
         }
     }
 
+    /// Takes the kernel's answers.
+    fn reap(&mut self) -> Vec<(Piece, io::Result<usize>)> {
+        let mut moved = Vec::new();
+        // SAFETY: this thread alone uses the completion queue.
+        for completion in unsafe { self.ring.completion_shared() } {
+            if completion.user_data() == BELL {
+                self.bell().drain();
+                self.hears_bell = false;
+                continue;
+            }
+            let slot = completion.user_data() as usize;
+            self.free.push(slot);
+            moved.extend(self.slots[slot].take().map(|piece| (piece, answer(completion.result()))));
+        }
+        moved
+    }
+
     fn bell(&self) -> &os::EventFd {
         self.store.queue.bell.as_ref().expect("the queue of a ring has a bell")
     }
 
     /// The next notice of the bell wakes the thread.
-    fn listen(&self) {
+    fn listen(&mut self) {
         const READABLE: u32 = 1; // POLLIN
+        if std::mem::replace(&mut self.hears_bell, true) {
+            return;
+        }
         let call = opcode::PollAdd::new(types::Fd(self.bell().raw()), READABLE).build().user_data(BELL);
         // SAFETY: the bell lives as long as the store, and the ring's entries never outlive this thread.
         unsafe { self.push(&call) };
     }
 
-    /// Takes work from the queue, as far as there are slots for it.
-    fn fill(&self, slots: &mut [Option<Piece>], free: &mut Vec<usize>) {
-        while let Some(&slot) = free.last() {
+    /// Takes work from the queue, as far as there are slots for it, and hands it to the kernel.
+    fn fill(&mut self) {
+        while let Some(&slot) = self.free.last() {
             match self.store.queue.next() {
-                None => return,
+                None => break,
                 Some(Work::Finish(transfer)) => self.store.finish_transfer(&transfer),
                 Some(Work::Move(mut piece)) => {
                     self.store.tamper(&mut piece);
-                    free.pop();
+                    self.digests.extend(piece.take_digest());
+                    self.free.pop();
                     let call = self.call(&piece).user_data(slot as u64);
-                    slots[slot] = Some(piece);
+                    self.slots[slot] = Some(piece);
                     // SAFETY: the piece keeps its operation, and that its memory from reuse, until the kernel is done;
                     // and the operation's makers have promised that nobody uses it meanwhile as the kernel does.
                     unsafe { self.push(&call) };
                 }
             }
+        }
+        self.hand_over();
+        for digest in self.digests.drain(..) {
+            self.store.digest(digest);
         }
     }
 
@@ -193,7 +226,7 @@ impl RingEngine {
     }
 
     /// Hands the calls to the kernel, and waits for an answer.
-    fn submit(&self) {
+    fn wait(&self) {
         while let Err(refusal) = self.ring.submit_and_wait(1) {
             if refusal.raw_os_error() == Some(os::BUSY) {
                 return; // answers are to be taken first
