@@ -81,17 +81,17 @@ pub(super) fn start(ring: Ring, store: &Arc<Store>, options: &Checked) -> io::Re
         let _ = store.fixed.set(FixedBuffers::new(Arc::clone(&ring)));
     }
     let engine = RingEngine::new(ring, Arc::clone(store), options.queue_depth);
-    let mut threads = vec![spawn(move || engine.run())?];
+    let mut threads = vec![spawn("pinpool-swap", move || engine.run())?];
     let helpers = std::thread::available_parallelism().map_or(1, NonZero::get).min(MOST_HELPERS);
     for _ in 0..helpers {
         let store = Arc::clone(store);
-        threads.push(spawn(move || help(&store))?);
+        threads.push(spawn("pinpool-digest", move || help(&store))?);
     }
     Ok(threads)
 }
 
-fn spawn(run: impl FnOnce() + Send + 'static) -> io::Result<JoinHandle<()>> {
-    Builder::new().name("pinpool-swap".to_owned()).spawn(run)
+fn spawn(name: &str, run: impl FnOnce() + Send + 'static) -> io::Result<JoinHandle<()>> {
+    Builder::new().name(name.to_owned()).spawn(run)
 }
 
 fn help(store: &Store) {
