@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from measure import Bench, Effort, Row, Target, making, size_text, table, waste_text
 from peers import PAGE, DeepSpeed, LockedHeap, Torch, Umf
+from swap_rows import Aio, swap
 
 import pinpool
 from pinpool import PinnedPool, PinpoolError
@@ -256,14 +257,16 @@ GROUPS: dict[str, Callable[[Bench], Iterator[Row]]] = {
     "fresh": fresh,
     "waste": waste,
     "stall": stall,
+    "swap": swap,
 }
 
 
 def main() -> None:
     options = parse()
-    bench = Bench(QUICK if options.quick else FULL)
+    bench = Bench(QUICK if options.quick else FULL, options.quick, options.swap_dir)
     if not options.deepspeed:
-        bench.leave_out(DeepSpeed, "not asked for: --deepspeed (its op is compiled at first use, in about a minute)")
+        for kind in (DeepSpeed, Aio):
+            bench.leave_out(kind, "not asked for: --deepspeed (its op is compiled at first use, in about a minute)")
     rows: list[Row] = []
     for name in options.rows:
         print(f"measuring: {name}", file=sys.stderr)
@@ -278,8 +281,10 @@ def main() -> None:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="smaller sizes and fewer rounds: under half a minute")
+    parser.add_argument("--quick", action="store_true", help="smaller sizes and fewer rounds: under a minute")
     parser.add_argument("--deepspeed", action="store_true", help="also measure DeepSpeed's op, compiled at first use")
+    beside = "where the rows of swap make their files; a local disk (default: beside the benchmarks)"
+    parser.add_argument("--swap-dir", type=Path, metavar="DIRECTORY", help=beside)
     parser.add_argument("--rows", type=groups, default=list(GROUPS), metavar="NAMES", help=", ".join(GROUPS))
     return parser.parse_args()
 

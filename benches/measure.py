@@ -12,6 +12,7 @@ from peers import PeerAbsentError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
+    from pathlib import Path
 
     Sample = Callable[[], float]  # measures once, and answers what one operation took, in seconds
     Text = Callable[[float], str]
@@ -107,6 +108,8 @@ class Bench:
     """What every row needs: the effort, the peers that are here, and why the others are not."""
 
     effort: Effort
+    quick: bool = False
+    swap_dir: Path | None = None
     notes: dict[str, str] = field(default_factory=dict)
     _peers: dict[type[Peer], Any] = field(default_factory=dict)
 

@@ -122,15 +122,20 @@ class DeepSpeed:
     def __init__(self) -> None:
         if importlib.util.find_spec("deepspeed") is None:
             raise PeerAbsentError("deepspeed is not installed: pip install --no-build-isolation deepspeed")
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
-        # ninja is looked for on the PATH, and lies beside the interpreter.
-        os.environ["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
+        self.prepare()
         try:
             from deepspeed.ops.op_builder import PinMemoryBuilder
 
             self.handle = PinMemoryBuilder().load().pin_handle()
         except Exception as error:  # whatever the package, the compiler or the loader says
             raise PeerAbsentError(f"its op cannot be built here: {error}") from error
+
+    @staticmethod
+    def prepare() -> None:
+        """Set what its builders look at, before it is imported."""
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        # ninja is looked for on the PATH, and lies beside the interpreter.
+        os.environ["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
 
     def make(self, nbytes: int) -> Any:
         """Return a tensor of uint8."""

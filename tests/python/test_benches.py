@@ -9,6 +9,7 @@ import pytest
 
 BENCHES = Path(__file__).parents[2] / "benches"
 OFFLOAD = BENCHES / "offload.py"
+COMPARE = BENCHES / "compare.py"
 HAVE_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
 
 
@@ -51,3 +52,18 @@ def test_a_plot_without_matplotlib_is_refused_before_anything_is_measured(run, t
         assert "measuring" not in said.getvalue()
         """
     )
+
+
+@pytest.mark.locks(400 << 20)
+def test_the_rows_of_swap_copy_nothing_name_absent_peers_and_leave_no_file(tmp_path):
+    command = [sys.executable, COMPARE, "--quick", "--rows", "swap", "--swap-dir", tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "not here: rows swap" not in done.stdout
+    assert "not here: DeepSpeed's aio: not asked for" in done.stdout
+    copied = [line for line in done.stdout.splitlines() if line.startswith("bytes copied by the CPU")]
+    assert len(copied) == 3
+    assert all(line.endswith("met") for line in copied)
+    for row in ("swap write, 32 MiB, auto pages", "swap read, 32 MiB, threads", "70B optimizer", "swap delete, 4 KiB"):
+        assert row in done.stdout
+    assert not list(tmp_path.iterdir())
