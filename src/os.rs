@@ -157,11 +157,11 @@ pub(crate) fn open(path: &Path, direct: bool) -> io::Result<File> {
 pub(crate) fn direct_alignment(file: &File) -> Option<usize> {
     // SAFETY: all zeros is a `statx` of nothing.
     let mut answer: libc::statx = unsafe { std::mem::zeroed() };
-    let path = CString::default();
+    let (path, flags, mask) = (CString::default(), libc::AT_EMPTY_PATH, libc::STATX_DIOALIGN);
+    // A raw system call: old C libraries lack the function.
     // SAFETY: the path is the empty one, which means the file itself, and the kernel fills the struct that we own.
-    let refused = unsafe {
-        libc::statx(file.as_raw_fd(), path.as_ptr(), libc::AT_EMPTY_PATH, libc::STATX_DIOALIGN, &raw mut answer)
-    };
+    let refused =
+        unsafe { libc::syscall(libc::SYS_statx, file.as_raw_fd(), path.as_ptr(), flags, mask, &raw mut answer) };
     let told = refused == 0 && answer.stx_mask & libc::STATX_DIOALIGN != 0;
     told.then(|| answer.stx_dio_mem_align.max(answer.stx_dio_offset_align) as usize)
 }
