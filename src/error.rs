@@ -15,7 +15,7 @@ pub enum Error {
     Os {
         /// The system call, with the option that matters.
         call: &'static str,
-        /// Bytes it was asked for.
+        /// Bytes it was asked for; zero where it is not about bytes.
         bytes: usize,
         /// The system's own answer.
         source: io::Error,
@@ -215,7 +215,8 @@ impl fmt::Display for Error {
         match self {
             Self::Os { call, bytes, source } => {
                 let help = if source.kind() == io::ErrorKind::OutOfMemory { OUT_OF_MEMORY_HELP } else { "" };
-                write!(f, "{call} of {bytes} bytes failed: {source}{help}")
+                let size = if *bytes == 0 { String::new() } else { format!(" of {bytes} bytes") };
+                write!(f, "{call}{size} failed: {source}{help}")
             }
             Self::MemlockLimit { wanted, locked, soft, hard } => write!(
                 f,

@@ -10,6 +10,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 use super::argument::{byte_count, timeout as parse_timeout};
+use super::array::PinnedArray;
 use super::detached;
 use super::extent::{Span, span_of};
 use crate::error::Error;
@@ -207,10 +208,12 @@ impl SwapWatch {
 /// Tell why the bytes of an object cannot be transferred as they are; None: they can. `target`: to be read into.
 #[pyfunction]
 pub(crate) fn swap_misfit(py: Python<'_>, obj: &Bound<'_, PyAny>, target: bool) -> PyResult<Option<String>> {
-    let Some(Span { address, len, dense: true }) = span_of(obj)? else {
-        return Ok(Some(NO_MEMORY.to_owned()));
+    let range = match range_of(obj) {
+        Ok(range) => range,
+        Err(error) if error.is_instance_of::<PyTypeError>(py) => return Ok(Some(error.value(py).to_string())),
+        Err(error) => return Err(error),
     };
-    match py.detach(|| swap::check_fit(&(address..address + len), target)) {
+    match py.detach(|| swap::check_fit(&range, target)) {
         Ok(()) => Ok(None),
         Err(Error::Invalid { reason, .. }) => Ok(Some(reason)),
         Err(error) => Err(error.into()),
@@ -221,6 +224,9 @@ const NO_MEMORY: &str = "it has no dense memory of its own on the host; pass a c
                          PinnedPool, or say copy=True";
 
 fn range_of(obj: &Bound<'_, PyAny>) -> PyResult<Range<usize>> {
+    if let Ok(array) = obj.cast::<PinnedArray>() {
+        array.get().block()?; // or it was released, and has no bytes any more
+    }
     match span_of(obj)? {
         Some(Span { address, len, dense: true }) => Ok(address..address + len),
         _ => Err(PyTypeError::new_err(NO_MEMORY)),

@@ -784,3 +784,15 @@ def test_an_array_with_a_mask_is_refused(swapper, pool):
     masked = np.ma.masked_array(np.asarray(pool.zeros(4)), mask=[0, 1, 0, 1])
     with pytest.raises(TypeError, match="mask"):
         swapper.write("key", masked, copy=True)
+
+
+@pytest.mark.parametrize("copy", [False, True])
+def test_an_array_that_was_released_is_refused(swapper, pool, copy):
+    array = pool.zeros(10)
+    swapper.write("key", array).wait()
+    array.release()
+    with pytest.raises(ValueError, match="released"):
+        swapper.write("key", array, copy=copy)
+    with pytest.raises(ValueError, match="released"):
+        swapper.read("key", into=array, copy=copy)
+    assert swapper.read("key").wait().nbytes == 10
