@@ -266,6 +266,40 @@ fn what_waits_behind_a_write_that_fails_finds_what_was_there() {
 }
 
 #[test]
+fn a_value_of_another_label_is_not_read_for_the_one_that_was_to_be_there() {
+    const LEN: usize = 3 * UNIT - 100;
+    for options in engines() {
+        let (directory, pool, gate) = (Directory::new(), pool(MIB), Gate::closed(|_| true));
+        directory
+            .open(&options)
+            .write("key", "old", Arc::new(block(&pool, LEN, 1)))
+            .expect("room")
+            .wait()
+            .expect("room");
+        let held = gate.clone();
+        let inject = asks(move |is_write, offset, len| {
+            pinpool::swap::Inject::fault(&*held, is_write, offset, len);
+            is_write.then_some(Fault::Refusal(libc::EIO))
+        });
+        let swapper = directory.reopen(&SwapOptions { inject: Some(inject), ..options });
+        let opened = Opened(gate);
+        let target = block(&pool, LEN, 9);
+        let range = address(&target)..address(&target) + LEN;
+        // SAFETY: nobody looks at the block before the end.
+        let read = |label| unsafe { swapper.read_into("key", Some(label), range.clone(), &mut go_on) };
+        assert!(matches!(read("new"), Err(Error::Invalid { parameter: "key", .. })), "it is not there yet");
+        let failing = swapper.write("key", "new", Arc::new(block(&pool, LEN, 2))).expect("room");
+        let reading = read("new").expect("it is on its way");
+        drop(opened);
+        failing.wait().expect_err("a fault");
+        assert!(matches!(&*reading.wait().expect_err("the old one"), Error::Invalid { parameter: "key", .. }));
+        assert!(target.as_slice() == contents(LEN, 9), "nothing was read");
+        read("old").expect("it is there").wait().expect("read");
+        assert!(target.as_slice() == contents(LEN, 1));
+    }
+}
+
+#[test]
 fn an_entry_lies_in_the_holes_of_others_and_all_room_can_be_used() {
     for options in engines_and_ways() {
         let (directory, pool) = (Directory::new(), pool(MIB));
@@ -312,7 +346,7 @@ fn any_views_of_a_block_are_written_and_read_and_their_neighbours_are_not_change
             ticket.expect("aligned").wait().expect("room");
             target.as_mut_slice().copy_from_slice(&contents(LEN, 2));
             // SAFETY: nobody looks at it meanwhile.
-            let ticket = unsafe { swapper.read_into(&key, to + view.start..to + view.end, &mut go_on) };
+            let ticket = unsafe { swapper.read_into(&key, None, to + view.start..to + view.end, &mut go_on) };
             let mut expected = contents(LEN, 2);
             if view.end.is_multiple_of(UNIT) || view.end == LEN {
                 let ticket = ticket.expect("its end is one of a unit's, or the block's");
@@ -354,7 +388,7 @@ fn memory_that_is_no_pools_or_not_aligned_is_refused_by_name() {
         ] {
             // SAFETY: nobody uses the memory.
             let refused = [unsafe { swapper.write_from("new", "", range.clone(), &mut go_on) }, unsafe {
-                swapper.read_into("key", range.clone(), &mut go_on)
+                swapper.read_into("key", None, range.clone(), &mut go_on)
             }];
             for refused in refused {
                 invalid(&refused.expect_err("not ours"), words);
@@ -381,7 +415,7 @@ fn blocks_of_any_pool_are_written_and_read_by_their_address() {
             let ticket = unsafe { swapper.write_from("key", "", range(&source), &mut go_on) };
             ticket.expect("a pool's memory").wait().expect("room");
             // SAFETY: nobody looks at it meanwhile.
-            let ticket = unsafe { swapper.read_into("key", range(&target), &mut go_on) };
+            let ticket = unsafe { swapper.read_into("key", None, range(&target), &mut go_on) };
             ticket.expect("a pool's memory").wait().expect("stored");
             assert!(target.as_slice() == contents(5000, 1));
         }

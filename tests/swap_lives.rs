@@ -34,7 +34,7 @@ fn write_from(swapper: &Swapper, key: &str, label: &str, block: &Block) -> Ticke
 
 fn read_into(swapper: &Swapper, key: &str, block: &Block) -> Ticket {
     // SAFETY: nobody looks at the block before the end.
-    unsafe { swapper.read_into(key, range(block), &mut go_on) }.expect("a pool's memory")
+    unsafe { swapper.read_into(key, None, range(block), &mut go_on) }.expect("a pool's memory")
 }
 
 #[test]
@@ -243,7 +243,7 @@ fn a_forked_child_can_do_nothing_with_its_parents_swapper_and_the_parent_goes_on
                 // SAFETY: it is refused.
                 forked(unsafe { theirs.write_from("key", "", 0..1, &mut go_on) }.expect_err("the parent's"));
                 // SAFETY: it is refused.
-                forked(unsafe { theirs.read_into("old", 0..1, &mut go_on) }.expect_err("the parent's"));
+                forked(unsafe { theirs.read_into("old", None, 0..1, &mut go_on) }.expect_err("the parent's"));
                 forked(theirs.delete("old").expect_err("the parent's"));
                 forked(theirs.describe("old").expect_err("the parent's"));
                 forked(theirs.keys().expect_err("the parent's"));

@@ -499,8 +499,8 @@ class SwapStore:
     def write(self, key: str, label: str, obj: object) -> SwapOperation:
         """Begin to store the bytes of an object, with a label."""
 
-    def read(self, key: str, obj: object) -> SwapOperation:
-        """Begin to read an entry into the bytes of an object."""
+    def read(self, key: str, label: str, obj: object) -> SwapOperation:
+        """Begin to read an entry of this label into the bytes of an object."""
 
     def delete(self, key: str) -> SwapOperation:
         """Begin to delete an entry."""

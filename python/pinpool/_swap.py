@@ -215,7 +215,7 @@ class Swapper:
         kind, shape = kind_named(name), tuple(dimensions)
         if into is None:
             value = kind.empty(self._read_pool(), shape, dtype, timeout)
-            return Ticket(self._store.read(key, value), key, value)
+            return Ticket(self._store.read(key, label, value), key, value)
         into_kind = kind_of(into)
         into_kind.check_target(into)
         if into_kind.layout(into) not in ((dtype, shape), ("uint8", (nbytes,))):
@@ -223,11 +223,11 @@ class Swapper:
             raise ValueError(f"{key!r} is {dtype} of shape {shape}, and cannot be read into {found}")
         reason = into_kind.misfit(into) or swap_misfit(into, True)
         if reason is None:
-            return Ticket(self._store.read(key, into), key, into)
+            return Ticket(self._store.read(key, label, into), key, into)
         if not copy:
             raise ValueError(f"cannot read {key!r} into this memory: {reason}")
         beside = into_kind.empty(self._read_pool(), into_kind.layout(into)[1], into_kind.layout(into)[0], timeout)
-        operation = self._store.read(key, beside)
+        operation = self._store.read(key, label, beside)
         self._store.count_bounce(nbytes)
         return Ticket(operation, key, into, _Landing(into_kind, into, beside))
 

@@ -61,12 +61,15 @@ impl SwapStore {
         Ok(SwapOperation { ticket })
     }
 
-    /// Begin to read an entry into the bytes of an object.
-    fn read(&self, py: Python<'_>, key: &str, obj: &Bound<'_, PyAny>) -> PyResult<SwapOperation> {
+    /// Begin to read an entry of this label into the bytes of an object.
+    fn read(&self, py: Python<'_>, key: &str, label: &str, obj: &Bound<'_, PyAny>) -> PyResult<SwapOperation> {
         let range = range_of(obj)?;
         // SAFETY: the block is kept from reuse; that nobody uses it meanwhile is what the caller was told.
-        let ticket =
-            detached(py, |_, _, _| Ok(()), |progress| unsafe { self.swapper.read_into(key, range, progress) })?;
+        let ticket = detached(
+            py,
+            |_, _, _| Ok(()),
+            |progress| unsafe { self.swapper.read_into(key, Some(label), range, progress) },
+        )?;
         Ok(SwapOperation { ticket })
     }
 

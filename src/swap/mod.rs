@@ -275,26 +275,34 @@ impl Swapper {
     /// # Errors
     /// `UnknownKey`, `Invalid` for a block of another size; `SwapperClosed`, `SwapperForked`.
     pub fn read(&self, key: &str, block: Block) -> Result<Ticket> {
-        self.begin_read(key, Memory::of_block(Arc::new(block)))
+        self.begin_read(key, None, Memory::of_block(Arc::new(block)))
     }
 
     /// The same into any part of a pool's block, found by its address, which starts at a multiple of 4096 bytes, and ends
-    /// at one or at the end of the block. It is waited for as in [`write_from`](Self::write_from).
+    /// at one or at the end of the block. It is waited for as in [`write_from`](Self::write_from). `label`: that of the
+    /// value which is expected; another one, of the same size or not, is not read.
     ///
     /// # Errors
-    /// As [`read`](Self::read), and `Invalid` for memory that is no pool's or is not aligned; `Interrupted`.
+    /// As [`read`](Self::read), and `Invalid` for memory that is no pool's or is not aligned, or another value;
+    /// `Interrupted`.
     ///
     /// # Safety
     /// Nobody reads the memory, or writes to it, before the end.
     #[allow(unsafe_code)] // passes the promise on to the caller
-    pub unsafe fn read_into(&self, key: &str, range: Range<usize>, progress: &mut Progress<'_>) -> Result<Ticket> {
+    pub unsafe fn read_into(
+        &self,
+        key: &str,
+        label: Option<&str>,
+        range: Range<usize>,
+        progress: &mut Progress<'_>,
+    ) -> Result<Ticket> {
         self.check_process()?;
-        self.begin_read(key, Memory::target(range, progress)?)
+        self.begin_read(key, label, Memory::target(range, progress)?)
     }
 
-    fn begin_read(&self, key: &str, memory: Memory) -> Result<Ticket> {
+    fn begin_read(&self, key: &str, label: Option<&str>, memory: Memory) -> Result<Ticket> {
         self.check_process()?;
-        let operation = Operation::new(key.into(), Action::Read, memory);
+        let operation = Operation::new(key.into(), Action::Read(label.map(Box::from)), memory);
         self.store.begin_read(&operation)?;
         Ok(Ticket::new(operation, &self.store.unheard))
     }

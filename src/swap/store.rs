@@ -126,13 +126,13 @@ impl Store {
         let begin = || {
             let mut keys = lock(&self.keys);
             if let Some(line) = keys.lines.get_mut(&operation.key) {
-                let (_, len) = line.newest.as_ref().ok_or_else(|| self.unknown(&operation.key))?;
-                check_len(&operation.key, *len, operation.len)?;
+                let (label, len) = line.newest.as_ref().ok_or_else(|| self.unknown(&operation.key))?;
+                check_fit(operation, label, *len)?;
                 line.waiting.push_back(transfer);
                 return Ok(());
             }
             let entry = keys.entries.get(&operation.key).ok_or_else(|| self.unknown(&operation.key))?;
-            check_len(&operation.key, entry.len, operation.len)?;
+            check_fit(operation, &entry.label, entry.len)?;
             transfer.plan_read(Arc::clone(entry));
             drop(keys);
             self.start(transfer);
@@ -180,7 +180,7 @@ impl Store {
     fn meter(&self, operation: &Operation) -> Option<&Mutex<Meter>> {
         match operation.action {
             Action::Write(_) => Some(&self.writes),
-            Action::Read => Some(&self.reads),
+            Action::Read(_) => Some(&self.reads),
             Action::Delete => None,
         }
     }
@@ -224,14 +224,14 @@ impl Store {
         let moved = transfer.take_failure().map_or(Ok(()), Err);
         let result = moved.and_then(|()| match &operation.action {
             Action::Write(label) => self.commit_put(transfer, label),
-            Action::Read => self.check(transfer),
+            Action::Read(_) => self.check(transfer),
             Action::Delete => self.commit_delete(&operation.key),
         });
         drop(lock(&transfer.claim).take()); // of a write that failed: its room is free
         if let Some(meter) = self.meter(operation) {
             lock(meter).stop(if result.is_ok() { operation.len } else { 0 });
         }
-        if !matches!(operation.action, Action::Read) {
+        if !matches!(operation.action, Action::Read(_)) {
             self.advance(&operation.key);
         }
         operation.end(result.map_err(Arc::new));
@@ -302,12 +302,12 @@ impl Store {
                 lines.remove(key);
                 break;
             };
-            if !matches!(transfer.operation.action, Action::Read) {
+            if !matches!(transfer.operation.action, Action::Read(_)) {
                 begin.push(transfer);
                 break;
             }
             let entry = entries.get(key).ok_or_else(|| self.unknown(key));
-            match entry.and_then(|entry| check_len(key, entry.len, transfer.operation.len).map(|()| entry)) {
+            match entry.and_then(|entry| check_fit(&transfer.operation, &entry.label, entry.len).map(|()| entry)) {
                 Ok(entry) => {
                     transfer.plan_read(Arc::clone(entry));
                     begin.push(transfer);
@@ -401,12 +401,23 @@ impl Drop for Store {
     }
 }
 
-/// Refuses memory of another size than the entry's.
-fn check_len(key: &str, stored: usize, asked: usize) -> Result<()> {
-    if stored == asked {
-        return Ok(());
+/// Refuses to read a value of another size or label than is expected.
+fn check_fit(operation: &Operation, label: &str, len: usize) -> Result<()> {
+    let (key, asked) = (&operation.key, operation.len);
+    if len != asked {
+        let why = format!("{key:?} is {len} bytes long, and the memory to read it into {asked}");
+        return Err(Error::invalid("memory", why));
     }
-    Err(Error::invalid("memory", format!("{key:?} is {stored} bytes long, and the memory to read it into {asked}")))
+    match &operation.action {
+        Action::Read(Some(expected)) if **expected != *label => {
+            let why = format!(
+                "{key:?} is {label}, and not {expected} any more, as when this read was begun: it was replaced, or the \
+                 write that was to replace it failed; read it again"
+            );
+            Err(Error::invalid("key", why))
+        }
+        _ => Ok(()),
+    }
 }
 
 type Records = HashMap<Box<str>, Record>;

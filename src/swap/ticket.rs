@@ -126,8 +126,8 @@ fn check_ours(range: &Range<usize>) -> Result<()> {
 pub(super) enum Action {
     /// Stores the memory, and this label with it.
     Write(Box<str>),
-    /// Fills the memory.
-    Read,
+    /// Fills the memory, with a value of this label, if one is given.
+    Read(Option<Box<str>>),
     Delete,
 }
 
@@ -169,7 +169,7 @@ impl Operation {
     /// The kernel is done with the memory: lets go of it, and tells everybody. A block that was read into stays for
     /// [`Ticket::take_block`].
     pub(super) fn end(&self, outcome: Outcome) {
-        let is_read = matches!(self.action, Action::Read) && outcome.is_ok();
+        let is_read = matches!(self.action, Action::Read(_)) && outcome.is_ok();
         let mut keep = lock(&self.keep);
         let kept = if is_read && matches!(*keep, Keep::Block(_)) { Keep::Nothing } else { take(&mut keep) };
         drop(keep);
@@ -302,7 +302,7 @@ impl Ticket {
 
 impl Drop for Ticket {
     fn drop(&mut self) {
-        let concerns_nobody = matches!(self.operation.action, Action::Read) || *self.is_heard.get_mut();
+        let concerns_nobody = matches!(self.operation.action, Action::Read(_)) || *self.is_heard.get_mut();
         if !concerns_nobody && self.check_process().is_ok() {
             let _ = self.operation.abandoned.set(Arc::clone(&self.unheard));
             self.operation.tell_of_failure();
