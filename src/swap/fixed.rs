@@ -7,8 +7,9 @@ use std::io;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, Weak};
 
+use io_uring::IoUring;
+
 use super::lock;
-use super::uring::Ring;
 use crate::os;
 use crate::pinned::{self, Holder};
 use crate::registry::shared::global;
@@ -19,7 +20,7 @@ use crate::registry::shared::global;
 /// takes at once; from then on the kernel holds its pages. A region that goes takes its parts along: until then its
 /// addresses mean the same memory.
 pub(super) struct FixedBuffers {
-    ring: Ring,
+    ring: Arc<IoUring>,
     table: Mutex<Table>,
 }
 
@@ -56,7 +57,7 @@ impl Table {
 impl FixedBuffers {
     const SLOTS: u16 = 1024;
 
-    pub(super) fn new(ring: Ring) -> Arc<Self> {
+    pub(super) fn new(ring: Arc<IoUring>) -> Arc<Self> {
         let mut table = Table::default();
         match ring.submitter().register_buffers_sparse(Self::SLOTS.into()) {
             Ok(()) => table.free = (0..Self::SLOTS).rev().collect(),

@@ -218,7 +218,11 @@ impl Swapper {
         let fork_generation = os::fork_generation();
         let options = Checked::new(options)?;
         let (ring, engine_reason) = uring::choose(&options)?;
-        let store = Arc::new(Store::open(directory, &options, ring.is_some(), engine_reason)?);
+        let chosen = match ring {
+            Some(_) => Chosen { engine: Engine::IoUring, engine_reason, queue_depth: options.queue_depth },
+            None => Chosen { engine: Engine::Threads, engine_reason, queue_depth: threads::depth(options.queue_depth) },
+        };
+        let store = Arc::new(Store::open(directory, &options, chosen)?);
         let threads = match ring {
             Some(ring) => uring::start(ring, &store, &options),
             None => threads::start(&store, &options),
@@ -448,6 +452,14 @@ struct Checked {
     direct: Option<bool>,
     fixed_buffers: bool,
     inject: Option<Arc<dyn Inject>>,
+}
+
+/// Who makes the transfers, why it is not `io_uring`, and how many at a time.
+#[derive(Debug)]
+struct Chosen {
+    engine: Engine,
+    engine_reason: Option<String>,
+    queue_depth: usize,
 }
 
 impl Checked {

@@ -15,7 +15,7 @@ use super::queue::Queue;
 use super::ticket::{Action, Operation, Unheard};
 use super::transfer::{Digest, Next, Piece, Transfer};
 
-use super::{Checked, Engine, Inject, Stats, lock, threads};
+use super::{Checked, Chosen, Engine, Inject, Stats, lock};
 use crate::error::{Error, Result};
 use crate::os::{self, EventFd};
 
@@ -64,20 +64,16 @@ struct Line {
 }
 
 impl Store {
-    pub(super) fn open(
-        directory: &Path,
-        options: &Checked,
-        has_ring: bool,
-        engine_reason: Option<String>,
-    ) -> Result<Self> {
+    pub(super) fn open(directory: &Path, options: &Checked, chosen: Chosen) -> Result<Self> {
         std::fs::create_dir_all(directory).map_err(|source| storage("making", directory, &source))?;
         let data = Data::open(directory.join("data"), options.direct, options.max_bytes)?;
         let mut records = Records::new();
         let index = Index::open(&directory.join("index"), data.bytes() == 0, |record| replay(record, &mut records))?;
         let entries = claim_all(records, &data)?;
-        let bell = has_ring.then(EventFd::new).transpose();
+        let Chosen { engine, engine_reason, queue_depth } = chosen;
+        let bell = (engine == Engine::IoUring).then(EventFd::new).transpose();
         let bell = bell.map_err(|source| Error::Os { call: "eventfd", bytes: 0, source })?;
-        let Checked { block_bytes, queue_depth, max_bytes, .. } = *options;
+        let Checked { block_bytes, max_bytes, .. } = *options;
         Ok(Self {
             directory: directory.to_owned(),
             data,
@@ -91,9 +87,9 @@ impl Store {
             bounces: AtomicUsize::new(0),
             bounced_bytes: AtomicUsize::new(0),
             block_bytes,
-            queue_depth: if has_ring { queue_depth } else { threads::depth(queue_depth) },
+            queue_depth,
             max_bytes,
-            engine: if has_ring { Engine::IoUring } else { Engine::Threads },
+            engine,
             engine_reason,
             inject: options.inject.clone(),
             fork_generation: os::fork_generation(),
