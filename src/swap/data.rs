@@ -57,7 +57,7 @@ impl Data {
         let padded = len.next_multiple_of(UNIT);
         let claim = || self.space.claim(padded, block);
         let after_trim = || {
-            drop(lock(&self.growing)); // while room is trimmed, it is nobody's
+            let _growing = lock(&self.growing); // while room is trimmed, it is nobody's
             claim()
         };
         let claim = claim().or_else(after_trim).ok_or_else(|| {
