@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pinpool._pinpool import PinnedArray, PinnedPool, is_element_type
+from pinpool._values import NOT_ROW_MAJOR
 
 
 def as_array(array: PinnedArray, dtype: npt.DTypeLike | None, copy: bool | None) -> npt.NDArray[Any]:
@@ -54,7 +55,7 @@ class _Arrays:
     def misfit(self, obj: npt.NDArray[Any]) -> str | None:
         if not obj.dtype.isnative:
             return "its dtype is of foreign byte order"
-        return None if obj.flags.c_contiguous else "its elements do not lie in row-major order"
+        return None if obj.flags.c_contiguous else NOT_ROW_MAJOR
 
     def check_target(self, into: npt.NDArray[Any]) -> None:
         if not into.flags.writeable:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import threading
 from collections import deque
 from itertools import islice
@@ -14,7 +15,6 @@ from pinpool._pinpool import SwapStore, swap_misfit
 from pinpool._values import kind_named, kind_of
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Generator, Iterable, Iterator
     from types import TracebackType
 
@@ -155,7 +155,7 @@ class Swapper:
         fixed_buffers: bool = True,
     ) -> None:
         """See the class."""
-        self._pool = pool
+        self._path, self._pool = os.fspath(path), pool
         self._store = SwapStore(
             path,
             block_bytes=block_bytes,
@@ -250,6 +250,8 @@ class Swapper:
         ...     [layer.nbytes for layer in swapper.prefetch(f"layer {number}" for number in range(4))]
         [0, 1, 2, 3]
         """
+        if isinstance(keys, str):
+            raise TypeError(f"prefetch takes keys, not one key: use read({keys!r})")
         if ahead < 1:
             raise ValueError(f"invalid ahead: {ahead}; at least one read is under way at a time")
         rest = iter(keys)
@@ -296,10 +298,6 @@ class Swapper:
             return False
         return True
 
-    def __len__(self) -> int:
-        """Count the values that are stored."""
-        return self.stats()["entries"]
-
     def flush(self) -> None:
         """Make everything that is done survive a loss of power (fdatasync of both files).
 
@@ -332,6 +330,9 @@ class Swapper:
     def closed(self) -> bool:
         """Whether `close` was called."""
         return self._store.closed
+
+    def __repr__(self) -> str:
+        return f"Swapper({self._path!r}{', closed' if self.closed else ''})"
 
     def __enter__(self) -> Self:
         return self

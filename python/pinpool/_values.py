@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 Value: TypeAlias = Any
 """A torch tensor, a numpy array, a `PinnedArray`, or an object with the buffer protocol."""
 
+NOT_ROW_MAJOR = "its elements do not lie in row-major order; use a contiguous one, or say copy=True"
+
 
 class Kind(Protocol):
     """What the store must know of a kind of value: torch's tensors, numpy's arrays, and plain memory."""
@@ -41,11 +43,17 @@ class _Memory:
     name = "array"
 
     def layout(self, obj: Value) -> tuple[str, tuple[int, ...]]:
-        return (obj.dtype, obj.shape) if isinstance(obj, PinnedArray) else ("uint8", (memoryview(obj).nbytes,))
+        if isinstance(obj, PinnedArray):
+            return obj.dtype, obj.shape
+        try:
+            return "uint8", (memoryview(obj).nbytes,)
+        except TypeError:
+            kind = type(obj).__name__
+            raise TypeError(f"cannot swap a {kind}: it is no tensor, no array, and has no buffer protocol") from None
 
     def misfit(self, obj: Value) -> str | None:
         contiguous = isinstance(obj, PinnedArray) or memoryview(obj).c_contiguous
-        return None if contiguous else "its elements do not lie in row-major order"
+        return None if contiguous else NOT_ROW_MAJOR
 
     def check_target(self, into: Value) -> None:
         if isinstance(into, PinnedArray):

@@ -279,7 +279,6 @@ def child():
         lambda: swapper.write("key", array),
         lambda: swapper.read("key"),
         lambda: swapper.delete("key"),
-        lambda: len(swapper),
         *(swapper.keys, swapper.stats, swapper.flush, swapper.trim),
     ]
     for call in calls:

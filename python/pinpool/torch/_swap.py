@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pinpool._pinpool import is_element_type
+from pinpool._values import NOT_ROW_MAJOR
 from pinpool.torch._tensors import empty, extent, is_odd
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ class _Tensors:
             return f"it is on {obj.device}"
         if obj.is_conj() or obj.is_neg():
             return "its values are the conjugates, or negatives, of what lies in memory"
-        return None if obj.is_contiguous() else "its elements do not lie in row-major order"
+        return None if obj.is_contiguous() else NOT_ROW_MAJOR
 
     def check_target(self, into: torch.Tensor) -> None:
         """Any tensor may be written to."""
