@@ -304,7 +304,7 @@ impl fmt::Display for Error {
                 "this pool belongs to the parent process, and a forked child owns none of its memory; make a new \
                  PinnedPool in the child, or start workers with the spawn method"
             ),
-            Self::Interrupted => write!(f, "interrupted; everything was undone"),
+            Self::Interrupted => write!(f, "interrupted"),
         }
     }
 }

@@ -196,8 +196,13 @@ fn transferred(bytes: isize) -> io::Result<usize> {
 
 /// Reserves room on the disk for a part of a file, which grows to hold it.
 pub(crate) fn allocate(file: &File, offset: u64, len: u64) -> io::Result<()> {
-    // SAFETY: takes no pointer.
-    done(unsafe { libc::fallocate(file.as_raw_fd(), 0, offset as libc::off_t, len as libc::off_t) })
+    loop {
+        // SAFETY: takes no pointer.
+        let answer = done(unsafe { libc::fallocate(file.as_raw_fd(), 0, offset as libc::off_t, len as libc::off_t) });
+        if !matches!(&answer, Err(refusal) if refusal.kind() == io::ErrorKind::Interrupted) {
+            return answer;
+        }
+    }
 }
 
 /// Gives the room of a part of a file back to the file system; it reads as zeros from then on.

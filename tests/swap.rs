@@ -175,7 +175,7 @@ fn operations_on_one_key_take_effect_in_the_order_of_their_calls() {
         let third = write(3, 7000);
         let read_3 = read(7000).expect("on its way");
         let fourth = write(4, 100);
-        assert!(keys(&swapper).is_empty(), "nothing is done");
+        assert_eq!(keys(&swapper), ["key"], "a read would find it");
         assert!(!first[0].is_done() && !read_2[0].is_done() && !delete.is_done() && !fourth.is_done());
         drop(opened);
         for ticket in first.iter().chain(&read_2).chain([&delete, &third, &read_3, &fourth]) {

@@ -181,3 +181,30 @@ fn an_index_stays_short_however_often_its_entries_are_replaced() {
         }
     }
 }
+
+#[test]
+fn a_tail_that_was_never_written_costs_what_was_not_flushed_and_no_more() {
+    let options = SwapOptions { engine: Engine::Threads, ..SwapOptions::default() };
+    let pool = pool(MIB);
+    let (directory, copy) = (Directory::new(), Directory::new());
+    let swapper = directory.open(&options);
+    put(&swapper, &pool, "flushed", LEN, 1).expect("room");
+    swapper.flush().expect("our own files");
+    let flushed = std::fs::metadata(directory.index()).expect("there").len() as usize;
+    let label = "a label that is longer than what a disk writes at once ".repeat(100);
+    swapper.write("late", &label, Arc::new(block(&pool, LEN, 2))).expect("room").wait().expect("room");
+    let (index, data) =
+        (std::fs::read(directory.index()).expect("there"), std::fs::read(directory.data()).expect("there"));
+    std::fs::create_dir_all(copy.path()).expect("our own");
+    std::fs::write(copy.data(), data).expect("our own");
+    // The file is as long as it was, and from some place on it holds zeros.
+    for written in (flushed..index.len() - 512).step_by(97).chain([flushed, index.len() - 512]) {
+        let mut bytes = index.clone();
+        bytes[written..].fill(0);
+        std::fs::write(copy.index(), bytes).expect("our own");
+        let swapper = copy.reopen(&options);
+        assert_eq!(keys(&swapper), ["flushed"], "{written}");
+        check(&swapper, &pool, "flushed", LEN, 1);
+        swapper.close().expect("our own files");
+    }
+}

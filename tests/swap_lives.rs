@@ -360,3 +360,32 @@ fn children_that_are_forked_in_the_middle_of_everything_end() {
         }
     });
 }
+
+#[test]
+fn parts_of_one_block_are_transferred_side_by_side_and_only_the_same_bytes_are_waited_for() {
+    for options in engines() {
+        let (directory, pool) = (Directory::new(), pool(MIB));
+        put(&directory.open(&options), &pool, "old", UNIT, 1).expect("room");
+        let (swapper, opened) = held(&directory, &options);
+        let whole = block(&pool, 4 * UNIT, 2);
+        let part = |number: usize| address(&whole) + number * UNIT..address(&whole) + (number + 1) * UNIT;
+        let stop = &mut |_: usize, _: usize| std::ops::ControlFlow::Break(());
+        // SAFETY: nobody looks at the block, or writes to it, before the end.
+        let (write, read) = unsafe {
+            let write =
+                |key: &str, range, stop: &mut pinpool::region::Progress<'_>| swapper.write_from(key, "1", range, stop);
+            let read = |range, stop: &mut pinpool::region::Progress<'_>| swapper.read_into("old", None, range, stop);
+            (write, read)
+        };
+        let mut tickets = vec![write("a", part(0), stop).expect("free"), write("b", part(0), stop).expect("only read")];
+        tickets.push(read(part(2), stop).expect("free"));
+        assert!(matches!(read(part(0), stop), Err(Error::Interrupted)), "it is being written");
+        assert!(matches!(write("c", part(2), stop), Err(Error::Interrupted)), "it is being filled");
+        drop(opened);
+        for ticket in tickets {
+            ticket.wait().expect("room");
+        }
+        write("c", part(2), stop).expect("free now").wait().expect("room");
+        check(&swapper, &pool, "c", UNIT, 1);
+    }
+}

@@ -27,7 +27,7 @@ class Ticket:
     """A write or a read under way. It goes on when the ticket is dropped, and keeps its memory until its end.
 
     Made by a `Swapper`. Besides `wait`, a ticket can be awaited in an asyncio program: `value = await ticket`. The
-    failure of a write whose ticket was dropped is raised by the swapper's next `flush()` or `close()`.
+    failure of a write that nobody has waited for is raised by the swapper's next `flush()` or `close()`.
 
     >>> import tempfile
     >>> from pinpool import PinnedPool, Swapper
@@ -166,14 +166,15 @@ class Swapper:
             fixed_buffers=fixed_buffers,
         )
 
-    def write(self, key: str, obj: Value, *, copy: bool = False) -> Ticket:
+    def write(self, key: str, obj: Value, *, copy: bool = False, timeout: float | None = 0) -> Ticket:
         """Begin to store a value, in the place of what is stored under the key. Do not change it before the end.
 
         `obj`: a torch tensor, a numpy array, a `PinnedArray` or a memoryview of one, in memory of a `PinnedPool`:
         whole, or a view that starts at a multiple of 4096 bytes, in row-major order. It may be dropped at once. Device
-        work that was recorded of its block, and transfers of that block, are waited for first. `copy`: copy a value
+        work that was recorded of its block, and reads into the same bytes, are waited for first. `copy`: copy a value
         that is not so to a block of the pool first, and count it in `stats()`; it may be changed at once then. That
-        goes for tensors of any device.
+        goes for tensors of any device. A value that is fit is not copied even so. `timeout`: seconds to wait for memory
+        to copy to, as in `PinnedPool.empty`.
 
         The key is replaced whole or not at all, when the ticket is done.
 
@@ -188,12 +189,12 @@ class Swapper:
         if reason is not None:
             if not copy:
                 raise ValueError(f"cannot write {key!r} from this memory: {reason}")
-            obj = self._copied(kind, obj, dtype, shape)
+            obj = self._copied(kind, obj, dtype, shape, timeout)
         label = json.dumps([kind.name, dtype, shape], separators=(",", ":"))
         return Ticket(self._store.write(key, label, obj), key)
 
-    def _copied(self, kind: Kind, obj: Value, dtype: str, shape: tuple[int, ...]) -> Value:
-        copied = kind.empty(self._read_pool(), shape, dtype, 0)
+    def _copied(self, kind: Kind, obj: Value, dtype: str, shape: tuple[int, ...], timeout: float | None) -> Value:
+        copied = kind.empty(self._read_pool(), shape, dtype, timeout)
         kind.copy(copied, obj)
         self._store.count_bounce(copied.nbytes)
         return copied
@@ -215,7 +216,12 @@ class Swapper:
         kind, shape = kind_named(name), tuple(dimensions)
         if into is None:
             value = kind.empty(self._read_pool(), shape, dtype, timeout)
-            return Ticket(self._store.read(key, label, value), key, value)
+            try:
+                return Ticket(self._store.read(key, label, value), key, value)
+            except ValueError:
+                if self._store.describe(key) == (label, nbytes):
+                    raise
+                return self.read(key, timeout=timeout)  # another value has taken its place just now
         into_kind = kind_of(into)
         into_kind.check_target(into)
         if into_kind.layout(into) not in ((dtype, shape), ("uint8", (nbytes,))):
@@ -239,7 +245,8 @@ class Swapper:
 
         `ahead`: how many reads are under way, or done and not used, at a time; as many values are in memory, and the
         one in use, and the one before where a loop's variable still has it. The first reads begin at once, at the call.
-        `timeout`: seconds to wait for memory, as in `read`. What `read` and `wait` raise is raised in its turn.
+        `timeout`: seconds to wait for memory, as in `read`; the pool needs room for those `ahead + 2` values, or the
+        wait is in vain. What `read` and `wait` raise is raised in its turn.
 
         >>> import tempfile
         >>> from pinpool import PinnedPool, Swapper
@@ -258,6 +265,12 @@ class Swapper:
         tickets = deque(self._begun(key, timeout) for key in islice(rest, ahead))
         return self._prefetched(rest, tickets, timeout)
 
+    def _next_begun(self, rest: Iterator[str], timeout: float | None) -> list[Ticket | Exception]:
+        try:
+            return [self._begun(key, timeout) for key in islice(rest, 1)]
+        except Exception as refusal:  # of the caller's iterator
+            return [refusal]
+
     def _begun(self, key: str, timeout: float | None) -> Ticket | Exception:
         try:
             return self.read(key, timeout=timeout)
@@ -273,7 +286,7 @@ class Swapper:
                 raise ticket
             value = ticket.wait()
             del ticket
-            tickets.extend(self._begun(key, timeout) for key in islice(rest, 1))
+            tickets.extend(self._next_begun(rest, timeout))
             yield value
             del value  # or its memory would be kept while the next one is waited for
 
@@ -285,7 +298,7 @@ class Swapper:
         self._store.delete(key).wait(None)
 
     def keys(self) -> list[str]:
-        """List the keys of all values that are stored, in no order."""
+        """List the keys that `read` would find, in no order."""
         return self._store.keys()
 
     def __contains__(self, key: object) -> bool:
@@ -301,7 +314,7 @@ class Swapper:
     def flush(self) -> None:
         """Make everything that is done survive a loss of power (fdatasync of both files).
 
-        Raises also the first failure of a write whose ticket was dropped, as its `wait()` would have.
+        Raises also the first failure of a write that nobody has waited for, as its `wait()` would have.
         """
         self._store.flush()
 
@@ -320,9 +333,9 @@ class Swapper:
     def close(self) -> None:
         """Wait for everything that was begun, and let go of the store. A second call does nothing.
 
-        Raises the first failure of a write whose ticket was dropped; the store is closed all the same. Ctrl-C ends the
-        wait; call it again then. A swapper that is dropped instead finishes what was begun by itself,
-        if the process lives long enough.
+        Raises the first failure of a write that nobody has waited for; the store is closed all the same. Ctrl-C ends
+        the wait; call it again then. A swapper that is dropped instead finishes what was begun by itself, if the
+        process lives long enough.
         """
         self._store.close()
 

@@ -163,6 +163,11 @@ pub trait Event: Send + Sync + fmt::Debug {
     fn place(&self) -> Option<Place> {
         None
     }
+
+    /// Whether it is of a device, as opposed to a transfer of the library's own.
+    fn is_device_work(&self) -> bool {
+        true
+    }
 }
 
 /// A place in a queue of work: what has a lower number in the same queue is done earlier.

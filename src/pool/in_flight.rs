@@ -95,6 +95,11 @@ impl InFlight {
         self.arriving == 0 && self.events.is_empty() && self.unknown.is_none()
     }
 
+    /// The same but for transfers of the library's own.
+    pub(super) fn has_device_work(&self) -> bool {
+        self.arriving > 0 || self.unknown.is_some() || self.events.iter().any(|noted| noted.event.is_device_work())
+    }
+
     /// When the oldest event was recorded.
     pub(super) fn since(&self) -> Option<Instant> {
         self.events.iter().map(|noted| noted.since).min()

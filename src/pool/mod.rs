@@ -354,14 +354,13 @@ impl Found {
         self.record.follow(|| Ok(event))
     }
 
-    /// Waits until all that was recorded of the block is done, device work and transfers alike. `progress` is asked now
-    /// and then, with no bytes.
+    /// Waits until the device work is done that was recorded of the block. `progress` is asked now and then, with no bytes.
     ///
     /// # Errors
     /// `Invalid` where nobody will ever know; `Interrupted` when `progress` says so.
     pub(crate) fn settle(&self, progress: &mut Progress<'_>) -> Result<()> {
         const STEP: Duration = Duration::from_micros(200);
-        while self.record.is_in_flight() {
+        while self.record.has_device_work() {
             match self.record.look() {
                 Known::Done => break,
                 Known::Never(reason) => {
@@ -416,6 +415,10 @@ struct Ended(AtomicBool);
 impl Event for Ended {
     fn query(&self) -> std::result::Result<bool, String> {
         Ok(self.0.load(Ordering::Acquire))
+    }
+
+    fn is_device_work(&self) -> bool {
+        false
     }
 }
 

@@ -133,6 +133,11 @@ impl Record {
         self.state.load(Ordering::Acquire) & IN_FLIGHT != 0
     }
 
+    /// The same but for transfers of the library's own.
+    pub(super) fn has_device_work(&self) -> bool {
+        self.is_in_flight() && self.in_flight().has_device_work()
+    }
+
     /// Keeps the block from reuse until the event that `record` makes is done. When there is none, the block is not
     /// reused at all, unless a later call succeeds.
     pub(super) fn follow(&self, record: impl FnOnce() -> Result<Arc<dyn Event>>) -> Result<()> {

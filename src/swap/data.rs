@@ -68,9 +68,15 @@ impl Data {
             );
             Error::Storage { call: "allocation", file: self.path.clone(), place: None, code: os::FULL, help }
         })?;
-        check_size(&self.path, claim.end() as u64)?;
-        self.grow(claim.end())?;
-        Ok(claim)
+        let grown = check_size(&self.path, claim.end() as u64).and_then(|()| self.grow(claim.end()));
+        match grown {
+            Ok(()) => Ok(claim),
+            // The file gets no longer. Perhaps there are holes enough in it.
+            Err(refusal) => {
+                drop(claim);
+                self.space.claim_below(self.bytes(), padded, block).ok_or(refusal)
+            }
+        }
     }
 
     /// Makes the data file at least so long, with room on the disk for all of it.
@@ -116,7 +122,10 @@ impl Data {
                 self.file.set_len(extent.offset as u64)?;
                 self.bytes.store(extent.offset, Ordering::Release);
             } else {
-                os::punch(&self.file, extent.offset as u64, extent.len as u64)?;
+                match os::punch(&self.file, extent.offset as u64, extent.len as u64) {
+                    Err(refusal) if refusal.raw_os_error() != Some(os::NOT_SUPPORTED) => return Err(refusal),
+                    _ => {} // where holes cannot be punched, the end can still be cut
+                }
             }
         }
         Ok((before.saturating_sub(self.file.metadata()?.blocks()) * BLOCK) as usize)

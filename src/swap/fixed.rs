@@ -77,7 +77,11 @@ impl FixedBuffers {
         let region = global().read(|registry| registry.find(address).map(|found| found.range))?;
         let (part, slot) = {
             let mut table = lock(&self.table);
-            (table.unknown_part(&region, address), table.free.pop()?)
+            let slot = table.free.pop();
+            if slot.is_none() && table.reason.is_none() {
+                table.reason = Some(format!("all {} slots are taken", Self::SLOTS));
+            }
+            (table.unknown_part(&region, address), slot?)
         };
         let refusal = self.update(slot, &part).err();
         let mut table = lock(&self.table);

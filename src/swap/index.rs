@@ -16,6 +16,8 @@ use crate::os;
 const MAGIC: &[u8; 16] = b"pinpool swap 1\n\0";
 const HEADER: usize = 32;
 const FRAME: usize = 16;
+/// What a disk writes at once, at least.
+const SECTOR: usize = 512;
 /// An index gets this much longer, at least, before it is written anew.
 const SLACK: u64 = 1 << 20;
 
@@ -50,24 +52,24 @@ impl Index {
             if !is_new {
                 let what =
                     "it is missing or empty, and the data file is not; if nothing in there is needed, delete both";
-                return Err(damaged(path, 0, HEADER, what.to_owned()));
+                return Err(damaged(path, 0, HEADER, what));
             }
             let (index, synced) = Self::create(path, &[])?;
             return synced.map(|()| index);
         }
-        let snapshot_end = read_header(&bytes).map_err(|what| damaged(path, 0, HEADER, what))?;
+        let snapshot_end = read_header(&bytes).map_err(|what| damaged(path, 0, HEADER, &what))?;
         if (bytes.len() as u64) < snapshot_end {
             let what = format!("{snapshot_end} bytes of it were written at once, and it ends at {}", bytes.len());
-            return Err(damaged(path, bytes.len(), snapshot_end as usize - bytes.len(), what));
+            return Err(damaged(path, bytes.len(), snapshot_end as usize - bytes.len(), &what));
         }
         let mut at = HEADER;
-        while let Some(record) = next_record(&bytes, at).map_err(|what| damaged(path, at, bytes.len() - at, what))? {
+        while let Some(record) = next_record(&bytes, at).map_err(|what| damaged(path, at, bytes.len() - at, &what))? {
             let sense = Record::read(record).ok_or_else(|| "a record makes no sense".to_owned()).and_then(&mut replay);
-            sense.map_err(|what| damaged(path, at, FRAME + record.len(), what))?;
+            sense.map_err(|what| damaged(path, at, FRAME + record.len(), &what))?;
             at += FRAME + record.len();
         }
         if (at as u64) < snapshot_end {
-            return Err(damaged(path, at, snapshot_end as usize - at, "a record is incomplete".to_owned()));
+            return Err(damaged(path, at, snapshot_end as usize - at, "a record is incomplete"));
         }
         file.set_len(at as u64).map_err(refused("cutting"))?;
         Ok(Self { path: path.to_owned(), file, end: at as u64, snapshot_end, most: longest(snapshot_end), torn: false })
@@ -193,10 +195,17 @@ fn length_check(len: u32) -> u32 {
 /// The record at a place; `None` at the end, or where only a part of one follows.
 fn next_record(bytes: &[u8], at: usize) -> std::result::Result<Option<&[u8]>, String> {
     let rest = &bytes[at..];
-    let Some(frame) = rest.get(..FRAME) else { return Ok(None) };
-    if rest.iter().all(|&byte| byte == 0) {
-        return Ok(None); // the file had grown, and its bytes were not written, when the machine lost power
+    // The file had grown, and its last bytes were not written, when the machine lost power: no record ends in so many
+    // zeros, and what was flushed lies before.
+    if rest[rest.len().saturating_sub(SECTOR)..].iter().all(|&byte| byte == 0) && record_at(rest).is_err() {
+        return Ok(None);
     }
+    record_at(rest)
+}
+
+/// The record at the beginning of these bytes; `None` where only a part of one is there.
+fn record_at(rest: &[u8]) -> std::result::Result<Option<&[u8]>, String> {
+    let Some(frame) = rest.get(..FRAME) else { return Ok(None) };
     let len = number(&[&frame[..4], &[0; 4]].concat()) as u32;
     if length_check(len).to_le_bytes() != frame[4..8] {
         return Err("the checksum of a record's length is wrong".to_owned());
@@ -212,7 +221,8 @@ fn number(bytes: &[u8]) -> u64 {
     u64::from_le_bytes(bytes[..8].try_into().expect("eight bytes"))
 }
 
-fn damaged(path: &Path, offset: usize, bytes: usize, what: String) -> Error {
+fn damaged(path: &Path, offset: usize, bytes: usize, what: &str) -> Error {
+    let what = format!("{what}; restore the file, or move the directory away: its values cannot be had");
     Error::Damaged { file: path.to_owned(), offset: offset as u64, bytes, what }
 }
 
@@ -223,7 +233,7 @@ pub(super) fn storage(call: &'static str, path: &Path, source: &io::Error) -> Er
         io::ErrorKind::PermissionDenied => "the process needs permission to read and write there",
         io::ErrorKind::ReadOnlyFilesystem => "a store must be on a file system that can be written",
         io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {
-            "nothing was changed; delete entries, trim(), or make room"
+            "nothing was changed; make room there, trim(), or delete entries"
         }
         _ => "",
     };

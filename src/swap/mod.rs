@@ -16,6 +16,7 @@
 //! done when [`Swapper::flush`] was called, and was not replaced or deleted after that. Anything that is lost or changed
 //! on the disk is found by a checksum when it is read, or when the store is opened, and is an error: never other data.
 
+mod busy;
 mod data;
 mod entry;
 mod fixed;
@@ -245,8 +246,8 @@ impl Swapper {
     }
 
     /// The same from any part of a pool's block, found by its address, which starts at a multiple of 4096 bytes. The block
-    /// is not reused before the end, whatever becomes of its owners. Device work that was recorded of it, and transfers of
-    /// it that are under way, are waited for first: `progress` is asked meanwhile, with no bytes.
+    /// is not reused before the end, whatever becomes of its owners. Device work that was recorded of it, and reads into
+    /// the same bytes that are under way, are waited for first: `progress` is asked meanwhile, with no bytes.
     ///
     /// # Errors
     /// As [`write`](Self::write), and `Invalid` for memory that is no pool's or is not aligned; `Interrupted`.
@@ -262,16 +263,16 @@ impl Swapper {
         progress: &mut Progress<'_>,
     ) -> Result<Ticket> {
         self.check_process()?;
-        self.begin_write(key, label, Memory::source(range, progress)?)
+        self.begin_write(key, label, Memory::part(range, false, progress)?)
     }
 
     fn begin_write(&self, key: &str, label: &str, memory: Memory) -> Result<Ticket> {
         self.check_process()?;
         check_text("key", key)?;
         check_text("label", label)?;
-        let operation = Operation::new(key.into(), Action::Write(label.into()), memory);
+        let operation = Operation::new(key.into(), Action::Write(label.into()), memory, &self.store.unheard);
         self.store.begin_write(&operation)?;
-        Ok(Ticket::new(operation, &self.store.unheard))
+        Ok(Ticket::new(operation))
     }
 
     /// Begins to read an entry into a block of its size. The block comes back by [`Ticket::take_block`].
@@ -283,7 +284,8 @@ impl Swapper {
     }
 
     /// The same into any part of a pool's block, found by its address, which starts at a multiple of 4096 bytes, and ends
-    /// at one or at the end of the block. It is waited for as in [`write_from`](Self::write_from). `label`: that of the
+    /// at one or at the end of the block. It is waited for as in [`write_from`](Self::write_from),
+    /// and for writes of the same bytes. `label`: that of the
     /// value which is expected; another one, of the same size or not, is not read.
     ///
     /// # Errors
@@ -301,14 +303,14 @@ impl Swapper {
         progress: &mut Progress<'_>,
     ) -> Result<Ticket> {
         self.check_process()?;
-        self.begin_read(key, label, Memory::target(range, progress)?)
+        self.begin_read(key, label, Memory::part(range, true, progress)?)
     }
 
     fn begin_read(&self, key: &str, label: Option<&str>, memory: Memory) -> Result<Ticket> {
         self.check_process()?;
-        let operation = Operation::new(key.into(), Action::Read(label.map(Box::from)), memory);
+        let operation = Operation::new(key.into(), Action::Read(label.map(Box::from)), memory, &self.store.unheard);
         self.store.begin_read(&operation)?;
-        Ok(Ticket::new(operation, &self.store.unheard))
+        Ok(Ticket::new(operation))
     }
 
     /// Begins to delete an entry. Its room is free for others when the reads of it that are under way are done.
@@ -317,9 +319,9 @@ impl Swapper {
     /// `UnknownKey`; `SwapperClosed`, `SwapperForked`.
     pub fn delete(&self, key: &str) -> Result<Ticket> {
         self.check_process()?;
-        let operation = Operation::delete(key.into());
+        let operation = Operation::new(key.into(), Action::Delete, Memory::nothing(), &self.store.unheard);
         self.store.begin_delete(&operation)?;
-        Ok(Ticket::new(operation, &self.store.unheard))
+        Ok(Ticket::new(operation))
     }
 
     /// The label and the size of what [`read`](Self::read) would read.
@@ -331,7 +333,7 @@ impl Swapper {
         self.store.describe(key)
     }
 
-    /// The keys of all entries, in no order; those of writes that are under way are not among them.
+    /// The keys that [`read`](Self::read) would find, in no order.
     ///
     /// # Errors
     /// `SwapperForked`.
@@ -407,8 +409,7 @@ impl Swapper {
         Ok(self.store.stats())
     }
 
-    /// The first failure of a write or a deletion whose ticket was dropped without anybody hearing of it, since the last
-    /// time that this was asked.
+    /// The first failure of a write or a deletion that nobody has waited for, since the last time that this was asked.
     pub fn take_unheard(&self) -> Option<Arc<Error>> {
         self.check_process().ok()?;
         self.store.unheard.take()

@@ -73,6 +73,30 @@ impl Space {
         Some(Claim { space: Arc::clone(self), extents: extents.into() })
     }
 
+    /// Claims `len` bytes in the free pieces below `end`, cut at multiples of `block`. `None`: there are not so many.
+    pub(super) fn claim_below(self: &Arc<Self>, end: usize, len: usize, block: usize) -> Option<Claim> {
+        let mut state = lock(&self.state);
+        let mut extents = Vec::new();
+        let mut left = len;
+        for (offset, piece) in state.arena.free_pieces().take_while(|&(offset, _)| offset < end) {
+            let room = piece.min((end - offset) / UNIT * UNIT);
+            let len = if room < left { room / block * block } else { left };
+            if len > 0 {
+                extents.push(Extent { offset, len });
+                left -= len;
+            }
+        }
+        if left > 0 {
+            return None;
+        }
+        for extent in &extents {
+            state.arena.take_at(extent.offset, extent.len);
+        }
+        state.used += len;
+        drop(state);
+        Some(Claim { space: Arc::clone(self), extents: extents.into() })
+    }
+
     /// Claims the parts that an entry has had before. `None`: they are not free, or make no sense.
     pub(super) fn claim_again(self: &Arc<Self>, extents: Vec<Extent>) -> Option<Claim> {
         let mut state = lock(&self.state);
@@ -189,6 +213,19 @@ mod tests {
         drop(claim);
         assert!(space.claim(6 * UNIT, UNIT).is_none(), "more than there is");
         assert_eq!(space.used(), 5 * UNIT, "and nothing of it is kept");
+    }
+
+    #[test]
+    fn holes_below_an_end_are_put_together() {
+        let space = Space::new(1 << 40);
+        let mut claims: Vec<_> = (0..8).map(|_| space.claim(UNIT, UNIT).expect("room")).collect();
+        for at in [6, 4, 2] {
+            claims.remove(at);
+        }
+        assert!(space.claim_below(8 * UNIT, 4 * UNIT, UNIT).is_none());
+        let claim = space.claim_below(8 * UNIT, 3 * UNIT, UNIT).expect("three holes");
+        assert_eq!(extents(&claim), [(2, 1), (4, 1), (6, 1)]);
+        assert_eq!(space.used(), 8 * UNIT);
     }
 
     #[test]

@@ -69,7 +69,7 @@ impl Store {
         let data = Data::open(directory.join("data"), options.direct, options.max_bytes)?;
         let mut records = Records::new();
         let index = Index::open(&directory.join("index"), data.bytes() == 0, |record| replay(record, &mut records))?;
-        let entries = claim_all(records, &data)?;
+        let entries = claim_all(records, &data, options.max_bytes.is_some())?;
         let Chosen { engine, engine_reason, queue_depth } = chosen;
         let bell = (engine == Engine::IoUring).then(EventFd::new).transpose();
         let bell = bell.map_err(|source| Error::Os { call: "eventfd", bytes: 0, source })?;
@@ -123,12 +123,12 @@ impl Store {
             let mut keys = lock(&self.keys);
             if let Some(line) = keys.lines.get_mut(&operation.key) {
                 let (label, len) = line.newest.as_ref().ok_or_else(|| self.unknown(&operation.key))?;
-                check_fit(operation, label, *len)?;
+                check_value(operation, label, *len)?;
                 line.waiting.push_back(transfer);
                 return Ok(());
             }
             let entry = keys.entries.get(&operation.key).ok_or_else(|| self.unknown(&operation.key))?;
-            check_fit(operation, &entry.label, entry.len)?;
+            check_value(operation, &entry.label, entry.len)?;
             transfer.plan_read(Arc::clone(entry));
             drop(keys);
             self.start(transfer);
@@ -281,7 +281,8 @@ impl Store {
             return Ok(());
         }
         let what = format!(
-            "the checksum of the entry {:?} is wrong; it was changed on the disk, or in memory while it was written",
+            "the checksum of the entry {:?} is wrong: it was changed on the disk, or in memory while it was written; write it again, or \
+             delete it",
             transfer.operation.key
         );
         let offset = entry.claim.extents().first().map_or(0, |extent| extent.offset as u64);
@@ -303,7 +304,7 @@ impl Store {
                 break;
             }
             let entry = entries.get(key).ok_or_else(|| self.unknown(key));
-            match entry.and_then(|entry| check_fit(&transfer.operation, &entry.label, entry.len).map(|()| entry)) {
+            match entry.and_then(|entry| check_value(&transfer.operation, &entry.label, entry.len).map(|()| entry)) {
                 Ok(entry) => {
                     transfer.plan_read(Arc::clone(entry));
                     begin.push(transfer);
@@ -331,7 +332,10 @@ impl Store {
     }
 
     pub(super) fn keys(&self) -> Vec<Arc<str>> {
-        lock(&self.keys).entries.keys().cloned().collect()
+        let keys = lock(&self.keys);
+        let is_settled = |key: &&Arc<str>| !keys.lines.contains_key(*key);
+        let coming = keys.lines.iter().filter(|(_, line)| line.newest.is_some()).map(|(key, _)| key);
+        keys.entries.keys().filter(is_settled).chain(coming).cloned().collect()
     }
 
     pub(super) fn flush(&self) -> Result<()> {
@@ -398,7 +402,7 @@ impl Drop for Store {
 }
 
 /// Refuses to read a value of another size or label than is expected.
-fn check_fit(operation: &Operation, label: &str, len: usize) -> Result<()> {
+fn check_value(operation: &Operation, label: &str, len: usize) -> Result<()> {
     let (key, asked) = (&operation.key, operation.len);
     if len != asked {
         let why = format!("{key:?} is {len} bytes long, and the memory to read it into {asked}");
@@ -431,26 +435,23 @@ fn replay(record: Record, entries: &mut Records) -> std::result::Result<(), Stri
 }
 
 /// Makes entries of what an index holds in the end.
-fn claim_all(records: Records, data: &Data) -> Result<HashMap<Arc<str>, Arc<Entry>>> {
+fn claim_all(records: Records, data: &Data, has_limit: bool) -> Result<HashMap<Arc<str>, Arc<Entry>>> {
     let mut entries = HashMap::with_capacity(records.len());
     for record in records.into_values() {
         let Record::Put { key, label, len, block, checksum, extents } = record else { continue };
-        let (offset, end) =
-            (extents.first().map_or(0, |extent| extent.offset), extents.iter().map(|e| e.offset + e.len).max());
-        if end.is_some_and(|end| end > data.space.limit()) {
-            let why = format!(
-                "{} bytes are less than the store in {} takes already: {key:?} ends at {}",
-                data.space.limit(),
-                data.path.display(),
-                end.unwrap_or(0)
-            );
+        let offset = extents.first().map_or(0, |extent| extent.offset);
+        let end = extents.iter().map(|extent| extent.offset.saturating_add(extent.len)).max().unwrap_or(0);
+        let limit = data.space.limit();
+        if has_limit && end > limit {
+            let file = data.path.display();
+            let why = format!("{limit} bytes are less than {file} takes already: the entry {key:?} ends at {end}");
             return Err(Error::invalid("max_bytes", why));
         }
         let claim = data.space.claim_again(extents).ok_or_else(|| Error::Damaged {
-            file: data.path.with_file_name("index"),
+            file: data.path.clone(),
             offset: offset as u64,
             bytes: len,
-            what: format!("the entry {key:?} lies where another one does"),
+            what: format!("the index has the entry {key:?} there, and another one; move the directory away"),
         })?;
         entries.insert(key.into(), Arc::new(Entry { label, len, block, checksum, claim }));
     }

@@ -2,10 +2,10 @@
 
 use std::ops::{ControlFlow, Range};
 use std::os::fd::RawFd;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
+use super::busy::{self, Claimed};
 use super::lock;
 use super::space::UNIT;
 use crate::block::Block;
@@ -30,7 +30,7 @@ pub(super) struct Memory {
 enum Keep {
     Block(Arc<Block>),
     #[allow(dead_code)] // held, never read
-    Hold(Hold),
+    Part(Hold, Claimed),
     Nothing,
 }
 
@@ -40,27 +40,23 @@ impl Memory {
         Self { address: block.as_ptr() as usize, len: block.len(), keep: Keep::Block(block) }
     }
 
-    /// A part of whatever block it is in, to be written from, once nothing else is under way on that block.
-    pub(super) fn source(range: Range<usize>, progress: &mut Progress<'_>) -> Result<Self> {
+    /// A part of whatever block it is in, to be written from, or `filled` by a read: once device work on the block is done,
+    /// and transfers that use the same bytes otherwise.
+    pub(super) fn part(range: Range<usize>, filled: bool, progress: &mut Progress<'_>) -> Result<Self> {
         let Some(found) = find(&range)? else { return Ok(Self::nothing()) };
-        Self::hold(found, range, progress)
-    }
-
-    /// A part of whatever block it is in, to be read into, once nothing else is under way on that block.
-    pub(super) fn target(range: Range<usize>, progress: &mut Progress<'_>) -> Result<Self> {
-        let Some(found) = find(&range)? else { return Ok(Self::nothing()) };
-        check_tail(&range, &found)?;
-        Self::hold(found, range, progress)
+        if filled {
+            check_tail(&range, &found)?;
+        }
+        found.settle(progress)?;
+        let (address, len) = (range.start, range.end - range.start);
+        let end = (address + len).next_multiple_of(UNIT);
+        let claimed = busy::claim(address..end, filled, progress)?;
+        Ok(Self { address, len, keep: Keep::Part(found.hold()?, claimed) })
     }
 
     /// No bytes.
     pub(super) fn nothing() -> Self {
         Self { address: 0, len: 0, keep: Keep::Nothing }
-    }
-
-    fn hold(found: Found, range: Range<usize>, progress: &mut Progress<'_>) -> Result<Self> {
-        found.settle(progress)?;
-        Ok(Self { address: range.start, len: range.end - range.start, keep: Keep::Hold(found.hold()?) })
     }
 }
 
@@ -140,30 +136,19 @@ pub(super) struct Operation {
     pub(super) len: usize,
     keep: Mutex<Keep>,
     outcome: OnceLock<Outcome>,
-    /// Set when the ticket is gone and nobody has heard of the outcome: where a failure goes.
-    abandoned: OnceLock<Arc<Unheard>>,
+    /// Where its failure is kept until somebody is told.
+    unheard: Arc<Unheard>,
     /// Readable once the operation is done, for those who wait for several things.
     watchers: Mutex<Vec<Arc<EventFd>>>,
     done: Condvar,
 }
 
 impl Operation {
-    pub(super) fn new(key: Arc<str>, action: Action, memory: Memory) -> Arc<Self> {
+    pub(super) fn new(key: Arc<str>, action: Action, memory: Memory, unheard: &Arc<Unheard>) -> Arc<Self> {
         let Memory { address, len, keep } = memory;
-        let (keep, outcome, abandoned) = (Mutex::new(keep), OnceLock::new(), OnceLock::new());
+        let (keep, outcome, unheard) = (Mutex::new(keep), OnceLock::new(), Arc::clone(unheard));
         let (watchers, done) = (Mutex::default(), Condvar::new());
-        Arc::new(Self { key, action, address, len, keep, outcome, abandoned, watchers, done })
-    }
-
-    pub(super) fn delete(key: Arc<str>) -> Arc<Self> {
-        Self::new(key, Action::Delete, Memory::nothing())
-    }
-
-    /// Keeps the failure of an operation whose ticket is gone for whoever asks the swapper.
-    fn tell_of_failure(&self) {
-        if let (Some(unheard), Some(Err(failure))) = (self.abandoned.get(), self.outcome.get()) {
-            lock(&unheard.0).get_or_insert_with(|| Arc::clone(failure));
-        }
+        Arc::new(Self { key, action, address, len, keep, outcome, unheard, watchers, done })
     }
 
     /// The kernel is done with the memory: lets go of it, and tells everybody. A block that was read into stays for
@@ -174,8 +159,10 @@ impl Operation {
         let kept = if is_read && matches!(*keep, Keep::Block(_)) { Keep::Nothing } else { take(&mut keep) };
         drop(keep);
         drop(kept);
+        if let (false, Err(failure)) = (matches!(self.action, Action::Read(_)), &outcome) {
+            self.unheard.keep(failure);
+        }
         let _ = self.outcome.set(outcome);
-        self.tell_of_failure();
         let watchers = std::mem::take(&mut *lock(&self.watchers));
         self.done.notify_all();
         for watcher in watchers {
@@ -184,13 +171,27 @@ impl Operation {
     }
 }
 
-/// The first failure that nobody has heard of.
+/// Failures of writes and deletions that nobody has been told of: the first ones.
 #[derive(Debug, Default)]
-pub(super) struct Unheard(Mutex<Option<Arc<Error>>>);
+pub(super) struct Unheard(Mutex<Vec<Arc<Error>>>);
 
 impl Unheard {
+    const MOST: usize = 100;
+
+    fn keep(&self, failure: &Arc<Error>) {
+        let mut failures = lock(&self.0);
+        if failures.len() < Self::MOST {
+            failures.push(Arc::clone(failure));
+        }
+    }
+
+    fn tell(&self, told: &Arc<Error>) {
+        lock(&self.0).retain(|failure| !Arc::ptr_eq(failure, told));
+    }
+
+    /// The first of them; whoever asks is told of all.
     pub(super) fn take(&self) -> Option<Arc<Error>> {
-        lock(&self.0).take()
+        std::mem::take(&mut *lock(&self.0)).into_iter().next()
     }
 }
 
@@ -198,21 +199,17 @@ fn take(keep: &mut Keep) -> Keep {
     std::mem::replace(keep, Keep::Nothing)
 }
 
-/// A write, a read or a deletion that was begun. It goes on when this is dropped; the failure of a write or a deletion
-/// then is for [`Swapper::take_unheard`](super::Swapper::take_unheard).
+/// A write, a read or a deletion that was begun. It goes on when this is dropped. The failure of a write or a deletion that
+/// nobody waits for is kept for [`Swapper::take_unheard`](super::Swapper::take_unheard).
 #[derive(Debug)]
 pub struct Ticket {
     operation: Arc<Operation>,
-    unheard: Arc<Unheard>,
-    /// Somebody has been told of the outcome.
-    is_heard: AtomicBool,
     fork_generation: u64,
 }
 
 impl Ticket {
-    pub(super) fn new(operation: Arc<Operation>, unheard: &Arc<Unheard>) -> Self {
-        let (unheard, is_heard) = (Arc::clone(unheard), AtomicBool::new(false));
-        Self { operation, unheard, is_heard, fork_generation: os::fork_generation() }
+    pub(super) fn new(operation: Arc<Operation>) -> Self {
+        Self { operation, fork_generation: os::fork_generation() }
     }
 
     /// What the operation concerns.
@@ -248,7 +245,9 @@ impl Ticket {
         let deadline = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
         loop {
             if let Some(outcome) = outcome.get() {
-                self.is_heard.store(true, Ordering::Relaxed);
+                if let (Err(failure), Ok(())) = (outcome, self.check_process()) {
+                    self.operation.unheard.tell(failure);
+                }
                 return Ok(Some(outcome.clone()));
             }
             self.check_process()?;
@@ -291,22 +290,12 @@ impl Ticket {
         }
         match take(&mut lock(&self.operation.keep)) {
             Keep::Block(block) => Some(block),
-            Keep::Hold(_) | Keep::Nothing => None,
+            Keep::Part(..) | Keep::Nothing => None,
         }
     }
 
     fn check_process(&self) -> Result<()> {
         if self.fork_generation == os::fork_generation() { Ok(()) } else { Err(Error::SwapperForked) }
-    }
-}
-
-impl Drop for Ticket {
-    fn drop(&mut self) {
-        let concerns_nobody = matches!(self.operation.action, Action::Read(_)) || *self.is_heard.get_mut();
-        if !concerns_nobody && self.check_process().is_ok() {
-            let _ = self.operation.abandoned.set(Arc::clone(&self.unheard));
-            self.operation.tell_of_failure();
-        }
     }
 }
 

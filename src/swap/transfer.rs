@@ -253,18 +253,24 @@ impl Piece {
         Error::Damaged { file, offset, bytes: left, what }
     }
 
+    /// Some file systems open a file for direct transfers, and then refuse them.
+    fn hint(error: &io::Error) -> &'static str {
+        if error.raw_os_error() == Some(os::INVALID) { "; if direct transfers fail here, say direct=False" } else { "" }
+    }
+
     fn refused(&self, error: &io::Error, data: &Path) -> Error {
         let key = &self.transfer.operation.key;
         let (call, help) = match (self.is_write, error.kind()) {
             (true, io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded) => {
-                let help = "was not written, and what was stored under that key before still is: delete entries, trim(), \
-                            or make room";
+                let help = "was not written, and what was stored under that key before still is: make room there, \
+                            trim(), or delete entries";
                 ("writing", format!("{key:?} {help}"))
             }
             (true, _) => {
-                ("writing", format!("{key:?} was not written, and what was stored under that key before still is"))
+                let help = "was not written, and what was stored under that key before still is";
+                ("writing", format!("{key:?} {help}{}", Self::hint(error)))
             }
-            (false, _) => ("reading", format!("{key:?} could not be read")),
+            (false, _) => ("reading", format!("{key:?} could not be read{}", Self::hint(error))),
         };
         let code = error.raw_os_error().unwrap_or(os::DISK_ERROR);
         Error::Storage { call, file: data.to_owned(), place: Some((self.offset, self.len)), code, help }

@@ -34,7 +34,7 @@ pub(super) fn choose(options: &Checked) -> Result<(Option<Ring>, Option<String>)
     }
     let refusal = match make(options.queue_depth) {
         Ok(ring) => return Ok((Some(Arc::new(ring)), None)),
-        Err(refusal) => explain(&refusal),
+        Err(refusal) => refusal,
     };
     if options.engine == Engine::IoUring {
         return Err(Error::unsupported(
@@ -45,10 +45,12 @@ pub(super) fn choose(options: &Checked) -> Result<(Option<Ring>, Option<String>)
     Ok((None, Some(refusal)))
 }
 
-fn make(queue_depth: usize) -> io::Result<IoUring> {
-    let ring = IoUring::new(queue_depth as u32 + 1)?; // and the bell
+/// A ring, or in words why there is none.
+fn make(queue_depth: usize) -> std::result::Result<IoUring, String> {
+    let ring = IoUring::new(queue_depth as u32 + 1).map_err(|refusal| explain(&refusal))?; // and the bell
     let mut probe = Probe::new();
-    ring.submitter().register_probe(&mut probe)?;
+    let asked = ring.submitter().register_probe(&mut probe);
+    asked.map_err(|refusal| format!("io_uring does not tell what it can do (Linux 5.6 does): {refusal}"))?;
     let needed = [
         opcode::Read::CODE,
         opcode::Write::CODE,
@@ -59,7 +61,7 @@ fn make(queue_depth: usize) -> io::Result<IoUring> {
     if needed.iter().all(|&code| probe.is_supported(code)) {
         return Ok(ring);
     }
-    Err(io::Error::new(io::ErrorKind::Unsupported, "the kernel's io_uring lacks reads and writes (Linux 5.6 has them)"))
+    Err("the kernel's io_uring has no reads and writes of this kind (Linux 5.6 has them)".to_owned())
 }
 
 fn explain(refusal: &io::Error) -> String {

@@ -814,3 +814,17 @@ def test_a_swapper_is_true_and_names_its_directory(reopen, tmp_path):
         assert swapper
         assert str(tmp_path) in repr(swapper)
     assert "closed" in repr(swapper)
+
+
+def test_parts_of_one_tensor_are_written_and_read_side_by_side(swapper, pool):
+    whole = pinpool.torch.empty(pool, (8, PAGE), torch.uint8)
+    for number in range(8):
+        whole[number] = number
+    expected = whole.clone()
+    for ticket in [swapper.write(f"row {number}", whole[number]) for number in range(8)]:
+        ticket.wait()
+    whole.zero_()
+    for ticket in [swapper.read(f"row {number}", into=whole[number]) for number in range(8)]:
+        ticket.wait()
+    assert torch.equal(whole, expected)
+    assert swapper.stats()["bounces"] == 0

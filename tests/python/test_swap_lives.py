@@ -69,7 +69,7 @@ check(swapper, 2)
 
 @pytest.mark.parametrize(
     "wait",
-    ["ticket.wait()", "swapper.close()", "swapper.delete('key')", "swapper.write('other', array)"],
+    ["ticket.wait()", "swapper.close()", "swapper.delete('key')", "swapper.read('key', into=array)"],
 )
 def test_ctrl_c_ends_a_wait_and_what_was_begun_goes_on(held, wait):
     held(f"""
