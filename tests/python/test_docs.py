@@ -84,13 +84,23 @@ def test_the_programs_of_a_document_run_as_it_says(document, tmp_path):
         (tmp_path / name).write_text(program)
     commands = [shlex.split(line) for lines in COMMANDS.findall(text) for line in lines.splitlines()]
     assert commands
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     for launcher, *arguments in commands:
         command = [sys.executable, "-m", LAUNCHERS[launcher], *arguments]
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=120, check=False, cwd=tmp_path, env=environment
-        )
+        done = run_program(command, tmp_path)
+        if done.returncode != 0 and UNJOINED in done.stderr:
+            done = run_program(command, tmp_path)
         assert done.returncode == 0, done.stderr
+
+
+# Now and then a C++ thread of torch's distributed part (2.15) is not joined at the end of a process, which then aborts.
+UNJOINED = "terminate called without an active exception"
+
+
+def run_program(command, directory):
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=120, check=False, cwd=directory, env=environment
+    )
 
 
 @pytest.mark.parametrize("kind", [pinpool.PinnedPool, pinpool.PinnedArray, pinpool.Registration])
