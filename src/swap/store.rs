@@ -223,7 +223,9 @@ impl Store {
             Action::Read(_) => self.check(transfer),
             Action::Delete => self.commit_delete(&operation.key),
         });
-        drop(lock(&transfer.claim).take()); // of a write that failed: its room is free
+        // Room that this was the last to use is free before anybody is told of the end.
+        drop(lock(&transfer.claim).take());
+        drop(lock(&transfer.entry).take());
         if let Some(meter) = self.meter(operation) {
             lock(meter).stop(if result.is_ok() { operation.len } else { 0 });
         }
@@ -276,7 +278,7 @@ impl Store {
 
     /// Whether what was read is what was written.
     fn check(&self, transfer: &Transfer) -> Result<()> {
-        let entry = transfer.entry.get().expect("a read that has ended has an entry");
+        let entry = lock(&transfer.entry).clone().expect("a read that has not ended has an entry");
         if transfer.checksum() == entry.checksum {
             return Ok(());
         }

@@ -18,8 +18,8 @@ pub(super) struct Transfer {
     pub(super) operation: Arc<Operation>,
     /// Of a write, where it goes; then it is the entry's.
     pub(super) claim: Mutex<Option<Claim>>,
-    /// Of a read, what is read.
-    pub(super) entry: OnceLock<Arc<Entry>>,
+    /// Of a read, what is read, until its end.
+    pub(super) entry: Mutex<Option<Arc<Entry>>>,
     plan: OnceLock<Plan>,
     state: Mutex<State>,
 }
@@ -80,7 +80,7 @@ pub(super) enum Next {
 
 impl Transfer {
     pub(super) fn new(operation: Arc<Operation>, claim: Option<Claim>) -> Arc<Self> {
-        let (claim, entry, plan) = (Mutex::new(claim), OnceLock::new(), OnceLock::new());
+        let (claim, entry, plan) = (Mutex::new(claim), Mutex::default(), OnceLock::new());
         Arc::new(Self { operation, claim, entry, plan, state: Mutex::default() })
     }
 
@@ -94,7 +94,7 @@ impl Transfer {
     /// Makes the plan of a read.
     pub(super) fn plan_read(&self, entry: Arc<Entry>) {
         self.plan(entry.block, &entry.claim);
-        let _ = self.entry.set(entry);
+        *lock(&self.entry) = Some(entry);
     }
 
     fn plan(&self, block: usize, claim: &Claim) {
