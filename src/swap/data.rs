@@ -74,7 +74,9 @@ impl Data {
             // The file gets no longer. Perhaps there are holes enough in it.
             Err(refusal) => {
                 drop(claim);
-                self.space.claim_below(self.bytes(), padded, block).ok_or(refusal)
+                let _growing = lock(&self.growing); // or a trim could cut off what is claimed here
+                let end = self.bytes().min(os::file_size_limit() as usize);
+                self.space.claim_below(end, padded, block).ok_or(refusal)
             }
         }
     }
